@@ -1,0 +1,45 @@
+# setup demo test lint types bench chaos: nothing else to remember.
+PY := .venv/bin/python
+WORKERS ?= 2
+
+.PHONY: setup demo test lint types bench chaos lock
+
+setup: .venv/.installed
+
+# A Python that is new enough, found by uv where it is there. The stamp makes the second `make setup` do nothing.
+.venv/.installed: requirements.lock
+	@if command -v uv >/dev/null 2>&1; then \
+	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
+	    uv pip install --quiet --python $(PY) -r requirements.lock; \
+	else \
+	    for python in python3.13 python3.12 python3.11 python3; do \
+	        command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' && break; python=; \
+	    done; \
+	    test -n "$$python" || { echo "make setup: no Python 3.11 or newer on PATH, and no uv that could fetch one" >&2; exit 2; }; \
+	    test -x $(PY) || $$python -m venv .venv; \
+	    $(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	fi
+	@touch $@
+
+demo: setup
+	$(PY) examples/demo.py
+
+test: lint types
+	$(PY) -m pytest -n $(WORKERS)
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types: setup
+	$(PY) -m mypy
+
+bench: setup
+	$(PY) benchmarks/run.py
+
+chaos: setup
+	$(PY) -m tests.chaos
+
+# Only for whoever changes a dependency; needs uv.
+lock:
+	uv pip compile --quiet --universal --python-version 3.11 --group dev pyproject.toml -o requirements.lock
