@@ -1,0 +1,257 @@
+"""What next: one event, one decision, with its reason. Counting and remembering are `evolve`'s."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from recovery.diagnose import Fault, diagnose
+from recovery.events import (
+    CancelRequested,
+    DeadlinePassed,
+    Event,
+    FaultObserved,
+    IncidentsArchived,
+    Launched,
+    LaunchFailed,
+    LaunchRefused,
+    MessageRejected,
+    NodeDeclaredDead,
+    NodeReturned,
+    NodesAcquired,
+    NodesMissing,
+    NodeUnreachable,
+    PolicyChanged,
+    ProgressSeen,
+    RanksFound,
+    RanksHung,
+    RanksStopped,
+    RanksSucceeded,
+    RetryRequested,
+    StepReached,
+    Submitted,
+)
+from recovery.fencing import fences, may_leave_lost_behind
+from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Relaunch, Stop, Wait
+from recovery.policy import OWN_CAUSES, Cause, Rung, Strategy
+
+CANCELLED_EXIT_CODE = 130
+"""128 + SIGINT, what a shell reports for a command that Ctrl-C ended."""
+
+
+def decide(job: JobState, event: Event, now: datetime) -> Decision:
+    """Return the next decision for a job that has already absorbed `event`."""
+    if is_stale(job, event):
+        return Ignore(f"{event.kind} is about an earlier generation than {job.generation}")
+    if job.phase.is_final:
+        return Ignore(f"the job has ended: {job.phase}")
+    if job.ending is not None:
+        return _while_ending(job, event)
+    match event:
+        case Submitted() | RetryRequested():
+            who = f" by {event.by}" if event.by else ""
+            what = "submitted" if isinstance(event, Submitted) else "retry asked for"
+            because = f"{what}{who}" + (f": {event.because}" if event.because else "")
+            if isinstance(event, Submitted):
+                return Relaunch(job.generation + 1, because, keep_nodes=False)
+            return Relaunch(job.generation + 1, because, avoid=event.avoid_nodes, without=job.lost_names, renew_budgets=event.renew_budgets)
+        case NodesAcquired():
+            return Wait(
+                Phase.LAUNCHING,
+                f"generation {job.generation} gets {_names(tuple(slot.node for slot in event.slots))}",
+                next="ranks are started",
+            )
+        case NodesMissing(hopeless=True):
+            return Stop(Phase.FAILED, event.because, exit_code=2)
+        case NodesMissing():
+            until = now + job.policy.timeouts.answer_within
+            return Wait(
+                Phase.WAITING_FOR_NODES,
+                event.because,
+                next="ranks are launched as soon as enough nodes answer; after the deadline a person is asked",
+                until=until,
+            )
+        case Launched():
+            return _running(job, f"generation {job.generation} runs on {_names(tuple(slot.node for slot in job.slots))}", now)
+        case LaunchRefused() if (higher := _seen_higher(job, event)) is not None:
+            return higher
+        case LaunchFailed(started=False) if not (set(event.unreachable) & set(job.maybe_alive)):
+            # Nothing of this job ever ran there, so there is nothing to fence: take another node at once.
+            return _climb(job, diagnose(job, event), now, without=event.unreachable)
+        case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
+            return _on_fault(job, event, now)
+        case RanksSucceeded():
+            return Stop(Phase.SUCCEEDED, f"all ranks of generation {job.generation} exited with 0", exit_code=0)
+        case NodeUnreachable():
+            return _on_unreachable(job, event, now)
+        case NodeReturned() if job.owed is not None and (not job.lost or may_leave_lost_behind(job)):
+            return _climb(job, job.owed, now, without=job.lost_names)
+        case NodeReturned():
+            if job.lost:
+                return Wait(Phase.NODE_LOST, f"{event.node} answers again, {_names(job.lost_names)} not yet", next=_lost_next(job))
+            return _running(job, f"{event.node} answers again and its ranks had gone on", now)
+        case StepReached():
+            return _running(job, f"training passed step {event.step - 1}", now)
+        case DeadlinePassed():
+            return _on_deadline(job, now)
+        case CancelRequested():
+            who = f" by {event.by}" if event.by else ""
+            return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
+        case NodeDeclaredDead():
+            return _on_declared_dead(job, event, now)
+        case ProgressSeen() | RanksFound() | RanksStopped() | PolicyChanged() | IncidentsArchived() | MessageRejected():
+            return Ignore(f"{event.kind} asks for nothing")
+
+
+def is_stale(job: JobState, event: Event) -> bool:
+    generation = getattr(event, "generation", None)
+    return generation is not None and generation != job.generation
+
+
+def _while_ending(job: JobState, event: Event) -> Decision:
+    assert job.ending is not None
+    if isinstance(event, CancelRequested) and job.ending.phase is Phase.FAILED:
+        who = f" by {event.by}" if event.by else ""
+        return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
+    return Ignore(f"the job is ending: {job.ending.because}")
+
+
+def _running(job: JobState, because: str, now: datetime) -> Wait:
+    if job.lost:
+        return Wait(Phase.NODE_LOST, because, next=_lost_next(job))
+    if job.incident is None:
+        return Wait(Phase.RUNNING, because, next="the job ends when all ranks have exited with 0")
+    healthy_at = (job.launched_at or now) + job.policy.healthy_for
+    passed = "the first step is reported" if job.incident.reached is None else f"training has passed step {job.incident.reached}"
+    return Wait(
+        Phase.RUNNING,
+        because,
+        next=f"the incident closes when {passed}, or after {job.policy.healthy_for} without a fault",
+        until=max(healthy_at, now),
+    )
+
+
+def _lost_next(job: JobState) -> str:
+    if not fences(job):
+        return "when it answers it simply goes on; after the deadline a person is asked"
+    if not may_leave_lost_behind(job):
+        return "no node answers, so nothing can be proven stopped: training goes on when one answers"
+    return "when it answers it simply goes on; when the other ranks stop advancing, ranks are launched without it, once it must have stopped its own"
+
+
+def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
+    until = None if may_leave_lost_behind(job) else now + job.policy.timeouts.ask_after
+    return Wait(Phase.NODE_LOST, f"{event.node} does not answer: {event.because}; nothing is stopped", next=_lost_next(job), until=until)
+
+
+def _on_deadline(job: JobState, now: datetime) -> Decision:
+    match job.phase:
+        case Phase.RUNNING:
+            return _running(job, f"no fault for {job.policy.healthy_for}", now)
+        case Phase.NODE_LOST:
+            return Ask(
+                f"{_names(job.lost_names)} did not answer for {job.policy.timeouts.ask_after}",
+                question="wait on, `nodes declare-dead` it, `retry` or `cancel`?",
+            )
+        case Phase.WAITING_FOR_NODES:
+            return Ask(
+                f"not enough nodes answered within {job.policy.timeouts.answer_within}", question="add nodes and `retry`, or `cancel`?"
+            )
+        case Phase.WAITING_FOR_PERSON if job.lost:
+            return Ask(
+                f"{_names(job.lost_names)} still does not answer, and nobody has said what to do",
+                question="`nodes declare-dead` it, `retry` or `cancel`?",
+            )
+        case Phase.WAITING_FOR_PERSON:
+            return Stop(Phase.FAILED, f"nobody answered within {job.policy.timeouts.answer_within}: {job.because}", exit_code=1)
+        case _:
+            return Ignore(f"nothing waits in phase {job.phase}")
+
+
+def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:
+    if event.node not in {slot.node for slot in job.slots}:
+        return Ignore(f"{event.node} is none of this job's nodes")
+    who = event.by or "a person"
+    diagnosis = Diagnosis(
+        Cause.NODE_LOST, f"{who} declared {event.node} dead" + (f": {event.because}" if event.because else ""), nodes=(event.node,)
+    )
+    return _climb(job, diagnosis, now, without=(event.node,))
+
+
+def _seen_higher(job: JobState, event: LaunchRefused) -> Decision | None:
+    """A node that has obeyed a higher token: after a reset of the workflow our numbers have gone back; go on above it."""
+    highest = max((refusal.highest for refusal in event.refusals if refusal.highest), default=None)
+    if highest is None or highest < (job.submission, job.generation):
+        return None
+    submission, generation = highest
+    if submission > job.submission:
+        return Stop(Phase.FAILED, "a later submission of this job has used its nodes", exit_code=1)
+    return Relaunch(generation + 1, f"a node has seen generation {generation}, so this goes on above it")
+
+
+def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:
+    diagnosis = diagnose(job, fault)
+    if diagnosis.do_not_restart:
+        return Stop(Phase.FAILED, f"{diagnosis.because}; it is not restarted", exit_code=diagnosis.exit_code or 1)
+    if job.lost and not may_leave_lost_behind(job):
+        # Ranks on the lost nodes may well go on where they are: a second copy elsewhere would be the worse mistake.
+        return Wait(Phase.NODE_LOST, diagnosis.because, next=_lost_next(job), until=now + job.policy.timeouts.ask_after)
+    without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
+    return _climb(job, diagnosis, now, without=without)
+
+
+def _climb(job: JobState, diagnosis: Diagnosis, now: datetime, without: tuple[str, ...]) -> Decision:
+    """Take the first rung of the cause's ladder that has a try left."""
+    limit = job.policy.no_progress_stop
+    if diagnosis.cause in OWN_CAUSES and limit != "off" and job.flat_generations >= limit:
+        return _fail(diagnosis, f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}")
+    for rung in job.policy.ladder(diagnosis.cause):
+        used = tries_used(job, diagnosis.cause, rung, now)
+        if rung.tries is not None and used >= rung.tries:
+            continue
+        if rung.strategy is Strategy.FAIL:
+            return _fail(diagnosis, f"the ladder of {diagnosis.cause} has nothing left but to stop")
+        if rung.strategy is Strategy.ASK:
+            return Ask(
+                f"{diagnosis.because}; the ladder of {diagnosis.cause} ends with a person",
+                question="`retry`, `retry --avoid NODE` or `cancel`?",
+            )
+        if rung.spends and job.restarts_spent >= job.policy.max_restarts:
+            return _fail(diagnosis, f"all {job.policy.max_restarts} restarts are spent")
+        return _relaunch(job, diagnosis, rung, used, without)
+    return _fail(diagnosis, f"the ladder of {diagnosis.cause} is used up")
+
+
+def _relaunch(job: JobState, diagnosis: Diagnosis, rung: Rung, used: int, without: tuple[str, ...]) -> Relaunch:
+    of = f" of {rung.tries}" if rung.tries is not None else ""
+    because = f"{diagnosis.because}; {rung.strategy} {used + 1}{of} for {diagnosis.cause}"
+    avoid: tuple[str, ...] = ()
+    if rung.strategy is Strategy.REPLACE_NODE:
+        without = tuple(dict.fromkeys((*without, *diagnosis.nodes)))
+        avoid = diagnosis.nodes if diagnosis.cause is not Cause.NODE_LOST else ()
+    return Relaunch(
+        job.generation + 1,
+        because,
+        strategy=rung.strategy,
+        cause=diagnosis.cause,
+        spent=rung.spends,
+        without=without,
+        avoid=avoid,
+        keep_nodes=rung.strategy is not Strategy.RESCHEDULE_JOB,
+        delay=rung.delay,
+    )
+
+
+def _fail(diagnosis: Diagnosis, why: str) -> Stop:
+    return Stop(Phase.FAILED, f"{diagnosis.because}; {why}", exit_code=diagnosis.exit_code or 1)
+
+
+def tries_used(job: JobState, cause: Cause, rung: Rung, now: datetime) -> int:
+    """How many tries of a rung count now: those within its window, or since the budgets were renewed."""
+    since = now - rung.window if rung.window is not None else job.renewed_at
+    return sum(1 for t in job.tries if t.cause is cause and t.strategy is rung.strategy and (since is None or t.at > since))
+
+
+def _names(names: tuple[str, ...]) -> str:
+    """At most four names, the rest counted: a gang may have thousands."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

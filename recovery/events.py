@@ -1,0 +1,309 @@
+"""What agents saw (observations) and what a job acts on (events). Past tense; what to do about them is `decide`'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from recovery.model import Slot
+from recovery.policy import Policy
+
+# --- observations: what the agents saw ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """An uncaught exception as the rank wrote it into TORCHELASTIC_ERROR_FILE."""
+
+    message: str
+    traceback: str = ""
+    timestamp: float | None = None
+    """Unix seconds by the clock of the rank's node; the smallest one is the root cause (torchelastic's rule)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    node: str
+    rank: int
+    local_rank: int
+    exit_code: int | None
+    """0 to 255; None when a signal ended the rank."""
+    signal: int | None
+    at: datetime
+    """Receiver's clock."""
+    stopped: bool = False
+    """The agent had already begun to stop this rank."""
+    error: RankError | None = None
+    error_unreadable: str | None = None
+    """Why an error file that exists could not be read."""
+    log_tail: tuple[str, ...] = ()
+    kind: Literal["RankExited"] = "RankExited"
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code != 0
+
+
+@dataclass(frozen=True, slots=True)
+class RanksFenced:
+    """The node stopped its own ranks, because nobody who might know better could be asked, or somebody did know better."""
+
+    node: str
+    at: datetime
+    why: str
+    because: str
+    kind: Literal["RanksFenced"] = "RanksFenced"
+
+
+@dataclass(frozen=True, slots=True)
+class RanksVanished:
+    """The ranks are gone and nobody saw how: the node rebooted, or their keeper died."""
+
+    node: str
+    at: datetime
+    because: str
+    rebooted: bool = False
+    kind: Literal["RanksVanished"] = "RanksVanished"
+
+
+Observation = Annotated[RankExited | RanksFenced | RanksVanished, Field(discriminator="kind")]
+
+
+# --- events: what a job acts on ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A person started the job, or started it again from its old state."""
+
+    because: str
+    by: str
+    kind: Literal["Submitted"] = "Submitted"
+
+
+@dataclass(frozen=True, slots=True)
+class NodesAcquired:
+    slots: tuple[Slot, ...]
+    """In the order of their group ranks."""
+    kind: Literal["NodesAcquired"] = "NodesAcquired"
+
+
+@dataclass(frozen=True, slots=True)
+class RanksFound:
+    """Ranks of an earlier submission live on these nodes: it was ended without stopping them."""
+
+    nodes: tuple[str, ...]
+    kind: Literal["RanksFound"] = "RanksFound"
+
+
+@dataclass(frozen=True, slots=True)
+class NodesMissing:
+    because: str
+    hopeless: bool = False
+    """No wait can help: the fleet has fewer nodes than the job asks for."""
+    kind: Literal["NodesMissing"] = "NodesMissing"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    generation: int
+    stopped_at: datetime
+    """When every older rank was proven gone on all nodes."""
+    started_at: datetime
+    """When every node had answered that its ranks run."""
+    kind: Literal["Launched"] = "Launched"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRefusal:
+    node: str
+    why: str
+    """The agent's word: not_above, stopped, stuck, expired, command_not_found, workdir_missing, cannot_start, …"""
+    because: str
+    highest: tuple[int, int] | None = None
+    """(submission, generation) that the node has seen, for not_above and stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRefused:
+    generation: int
+    refusals: tuple[NodeRefusal, ...]
+    kind: Literal["LaunchRefused"] = "LaunchRefused"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFailed:
+    """Some nodes did not answer."""
+
+    generation: int
+    unreachable: tuple[str, ...]
+    started: bool
+    """`start` was sent: ranks may run on any of the nodes. Otherwise only older ranks may live, where there were some."""
+    may_start_within: timedelta
+    """How long a node that did not answer may still take an order that was sent."""
+    because: str
+    kind: Literal["LaunchFailed"] = "LaunchFailed"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultObserved:
+    generation: int
+    observations: tuple[Observation, ...]
+    """Earliest first. Only those that may be the root; the rest is counted in `more`."""
+    more: int
+    opened_at: datetime
+    """When the first of them reached the watcher."""
+    kind: Literal["FaultObserved"] = "FaultObserved"
+
+
+@dataclass(frozen=True, slots=True)
+class RanksSucceeded:
+    generation: int
+    kind: Literal["RanksSucceeded"] = "RanksSucceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUnreachable:
+    """A live watcher tried for `lost_after` and failed."""
+
+    generation: int
+    node: str
+    unheard_for: timedelta
+    """Since its last word to this watcher (or since this watcher began): an age, because clocks of controllers differ."""
+    because: str
+    kind: Literal["NodeUnreachable"] = "NodeUnreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReturned:
+    generation: int
+    node: str
+    kind: Literal["NodeReturned"] = "NodeReturned"
+
+
+@dataclass(frozen=True, slots=True)
+class RanksHung:
+    generation: int
+    ranks: tuple[int, ...]
+    """The slowest ranks, at most 16."""
+    because: str
+    opened_at: datetime
+    kind: Literal["RanksHung"] = "RanksHung"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSeen:
+    """Rides with every report of a watch."""
+
+    generation: int
+    step: int
+    at: datetime
+    kind: Literal["ProgressSeen"] = "ProgressSeen"
+
+
+@dataclass(frozen=True, slots=True)
+class StepReached:
+    """Training has passed `JobState.report_at_step`."""
+
+    generation: int
+    step: int
+    at: datetime
+    kind: Literal["StepReached"] = "StepReached"
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStopped:
+    """No rank is left on these nodes: proven, or fenced by the time that has passed."""
+
+    generation: int
+    nodes: tuple[str, ...]
+    at: datetime
+    fenced: tuple[str, ...] = ()
+    """Those of `nodes` that did not answer, and must have stopped their ranks themselves by now."""
+    kind: Literal["RanksStopped"] = "RanksStopped"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The declared end of a wait (`Wait.until`)."""
+
+    kind: Literal["DeadlinePassed"] = "DeadlinePassed"
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    because: str
+    by: str
+    kind: Literal["CancelRequested"] = "CancelRequested"
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRequested:
+    because: str
+    by: str
+    avoid_nodes: tuple[str, ...] = ()
+    renew_budgets: bool = False
+    kind: Literal["RetryRequested"] = "RetryRequested"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDeclaredDead:
+    node: str
+    because: str
+    by: str
+    kind: Literal["NodeDeclaredDead"] = "NodeDeclaredDead"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    policy: Policy
+    because: str
+    by: str
+    kind: Literal["PolicyChanged"] = "PolicyChanged"
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentsArchived:
+    """The oldest closed incidents are in the archive now."""
+
+    count: int
+    kind: Literal["IncidentsArchived"] = "IncidentsArchived"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRejected:
+    """A signal that could not be understood; kept so that whoever sent it sees why nothing happened."""
+
+    name: str
+    because: str
+    kind: Literal["MessageRejected"] = "MessageRejected"
+
+
+Event = Annotated[
+    Submitted
+    | NodesAcquired
+    | NodesMissing
+    | RanksFound
+    | Launched
+    | LaunchRefused
+    | LaunchFailed
+    | FaultObserved
+    | RanksSucceeded
+    | NodeUnreachable
+    | NodeReturned
+    | RanksHung
+    | ProgressSeen
+    | StepReached
+    | RanksStopped
+    | DeadlinePassed
+    | CancelRequested
+    | RetryRequested
+    | NodeDeclaredDead
+    | PolicyChanged
+    | IncidentsArchived
+    | MessageRejected,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,287 @@
+"""How a job's memory changes: `absorb` takes an event in, `evolve` writes a decision down. Nothing here chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+
+from recovery.decide import is_stale
+from recovery.diagnose import Fault, diagnose
+from recovery.events import (
+    CancelRequested,
+    DeadlinePassed,
+    Event,
+    FaultObserved,
+    IncidentsArchived,
+    Launched,
+    LaunchFailed,
+    LaunchRefused,
+    MessageRejected,
+    NodeDeclaredDead,
+    NodeReturned,
+    NodesAcquired,
+    NodeUnreachable,
+    PolicyChanged,
+    ProgressSeen,
+    RanksFound,
+    RanksHung,
+    RanksStopped,
+    RanksSucceeded,
+    StepReached,
+)
+from recovery.fencing import may_leave_lost_behind
+from recovery.model import (
+    Ask,
+    Avoided,
+    Decision,
+    DecisionRecord,
+    Diagnosis,
+    Ignore,
+    Incident,
+    JobState,
+    LostNode,
+    Next,
+    Phase,
+    Progress,
+    Relaunch,
+    Stop,
+    Try,
+    Wait,
+)
+from recovery.policy import OWN_CAUSES, Cause
+
+KEPT_DECISIONS = 40
+"""Of one incident; a loop of relaunches must not fill the state."""
+KEPT_TRIES = 200
+KEPT_NOTICES = 5
+
+
+def absorb(job: JobState, event: Event, now: datetime) -> JobState:
+    """Take in what an event says, before anything is decided about it."""
+    if is_stale(job, event) or job.phase.is_final:
+        return job
+    match event:
+        case NodesAcquired():
+            return replace(job, slots=event.slots)
+        case RanksFound():
+            return replace(job, maybe_alive=tuple(dict.fromkeys((*job.maybe_alive, *event.nodes))))
+        case Launched():
+            nodes = tuple(slot.node for slot in job.slots)
+            incident = replace(job.incident, stopped=event.stopped_at, launched=event.started_at) if job.incident else None
+            return replace(job, maybe_alive=nodes, lost=(), launched_at=event.started_at, incident=incident)
+        case LaunchFailed():
+            return _absorb_failed_launch(job, event, now)
+        case FaultObserved() | RanksHung() | LaunchRefused():
+            return _absorb_fault(job, event, now)
+        case NodeUnreachable():
+            lost = (*(lost for lost in job.lost if lost.node != event.node), LostNode(event.node, now - event.unheard_for, event.because))
+            diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
+            return _open(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
+        case NodeReturned():
+            job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
+            stopped_nothing = job.incident is not None and all(d.decision in ("Wait", "Ask") for d in job.incident.decisions)
+            return _close(job, now, f"{event.node} came back by itself, nothing was stopped") if stopped_nothing and not job.lost else job
+        case ProgressSeen():
+            if job.progress is not None and event.step <= job.progress.step:
+                return job
+            return replace(job, progress=Progress(event.step, event.at))
+        case StepReached():
+            passed = job.report_at_step is not None and event.step >= job.report_at_step
+            return _renew(_close(job, event.at, f"training passed step {event.step - 1}"), now) if passed else job
+        case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
+            return _renew(_close(job, now, f"no fault for {job.policy.healthy_for}"), now)
+        case RanksSucceeded():
+            return replace(_close(job, now, "all ranks exited with 0"), maybe_alive=(), lost=())
+        case RanksStopped():
+            gone = set(event.nodes)
+            incident = replace(job.incident, stopped=event.at) if job.incident else None
+            return replace(
+                job,
+                maybe_alive=tuple(n for n in job.maybe_alive if n not in gone),
+                lost=tuple(lost for lost in job.lost if lost.node not in gone),
+                incident=incident,
+            )
+        case NodeDeclaredDead():
+            job = replace(
+                job,
+                maybe_alive=tuple(n for n in job.maybe_alive if n != event.node),
+                lost=tuple(lost for lost in job.lost if lost.node != event.node),
+            )
+            return _notice(job, f"{event.by or 'a person'} declared {event.node} dead" + (f": {event.because}" if event.because else ""))
+        case PolicyChanged():
+            who = event.by or "a person"
+            return _notice(replace(job, policy=event.policy), f"policy changed by {who}" + (f": {event.because}" if event.because else ""))
+        case IncidentsArchived():
+            return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
+        case MessageRejected():
+            return _notice(job, f"{event.name} was not understood: {event.because}")
+        case CancelRequested():
+            return job
+        case _:
+            return job
+
+
+def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
+    """Write a decision down. A launch's number and its try are spent here, before anything is started."""
+    if isinstance(decision, Ignore):
+        return job
+    job = _record(job, decision, now)
+    match decision:
+        case Relaunch():
+            known = {avoided.node for avoided in job.avoided}
+            avoided = (*job.avoided, *(Avoided(node, decision.because, now) for node in decision.avoid if node not in known))
+            tries = job.tries
+            if decision.renew_budgets:
+                job, tries = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0), ()
+            if decision.strategy is not None and decision.cause is not None:
+                tries = (*tries, Try(now, decision.cause, decision.strategy, decision.spent))[-KEPT_TRIES:]
+            furthest = job.furthest_step
+            if job.progress is not None:
+                furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
+            return replace(
+                job,
+                generation=decision.generation,
+                phase=Phase.LAUNCHING,
+                because=decision.because,
+                next=Next(f"generation {decision.generation} is launched"),
+                avoided=avoided,
+                tries=tries,
+                restarts_spent=job.restarts_spent + decision.spent,
+                furthest_step=furthest,
+                progress=None,
+                launched_at=None,
+                owed=None,
+            )
+        case Wait():
+            return replace(job, phase=decision.phase, because=decision.because, next=Next(decision.next, decision.until))
+        case Ask():
+            until = now + job.policy.timeouts.answer_within
+            what = "a reminder" if job.lost else "the job fails"
+            return replace(
+                job,
+                phase=Phase.WAITING_FOR_PERSON,
+                because=decision.because,
+                next=Next(f"{decision.question} Without an answer: {what}", until),
+            )
+        case Stop():
+            return replace(
+                job,
+                phase=Phase.STOPPING,
+                because=decision.because,
+                next=Next(f"the job ends as {decision.phase} when no rank is left"),
+                ending=decision,
+                exit_code=decision.exit_code,
+            )
+
+
+def finish(job: JobState, now: datetime) -> JobState:
+    """End a job that was told to stop and has no rank left."""
+    assert job.ending is not None
+    ending = job.ending
+    job = _close(job, now, f"the job ended: {ending.phase}")
+    return replace(job, phase=ending.phase, because=ending.because, next=Next("nothing: the job has ended"), ended_at=now)
+
+
+def resubmit(
+    previous: JobState, submission: int, submitted_by: str, now: datetime, renew_budgets: bool, avoid: tuple[str, ...]
+) -> JobState:
+    """Return the state of a new submission of a closed job: history, budgets and avoided nodes go on, tokens are new."""
+    known = {avoided.node for avoided in previous.avoided}
+    job = replace(
+        previous,
+        submission=submission,
+        submitted_by=submitted_by,
+        submitted_at=now,
+        phase=Phase.QUEUED,
+        because="submitted again",
+        next=Next("nodes are acquired"),
+        generation=0,
+        slots=(),
+        lost=(),
+        owed=None,
+        avoided=(*previous.avoided, *(Avoided(node, f"asked for by {submitted_by}", now) for node in avoid if node not in known)),
+        progress=None,
+        launched_at=None,
+        incident=None,
+        exit_code=None,
+        ending=None,
+        ended_at=None,
+    )
+    return replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=()) if renew_budgets else job
+
+
+def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
+    diagnosis = diagnose(job, fault)
+    if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
+        flat = job.progress.step <= job.furthest_step
+        job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)
+    if job.lost and not may_leave_lost_behind(job):
+        job = replace(job, owed=diagnose(replace(job, lost=()), fault))
+    opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
+    return _open(job, diagnosis, opened, now)
+
+
+def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> JobState:
+    nodes = tuple(slot.node for slot in job.slots)
+    maybe_alive = tuple(dict.fromkeys((*job.maybe_alive, *nodes))) if event.started else job.maybe_alive
+    known = set(job.lost_names)
+    newly = tuple(
+        LostNode(n, now + event.may_start_within, event.because) for n in event.unreachable if n in maybe_alive and n not in known
+    )
+    job = replace(job, maybe_alive=maybe_alive, lost=(*job.lost, *newly))
+    return _open(job, diagnose(job, event), now, now)
+
+
+def _open(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) -> JobState:
+    if job.incident is not None:
+        return job
+    reached = job.furthest_step
+    if job.progress is not None:
+        reached = max(job.progress.step, reached if reached is not None else job.progress.step)
+    incident = Incident(
+        opened=min(opened, now),
+        generation=job.generation,
+        cause=diagnosis.cause,
+        because=diagnosis.because,
+        nodes=diagnosis.nodes,
+        ranks=diagnosis.ranks[:16],
+        certainty=diagnosis.certainty,
+        traceback=diagnosis.traceback[-TRACEBACK_LIMIT:],
+        reached=reached,
+        detected=now,
+    )
+    return replace(job, incident=incident)
+
+
+TRACEBACK_LIMIT = 4096
+"""Characters kept of the root cause's traceback, from its end, where the error stands."""
+
+
+def _close(job: JobState, at: datetime, outcome: str) -> JobState:
+    if job.incident is None:
+        return job
+    recovered = at if job.ending is None or job.ending.phase is Phase.SUCCEEDED else None
+    closed = replace(job.incident, closed=at, recovered=recovered, outcome=outcome)
+    return replace(job, incident=None, incidents=(*job.incidents, closed))
+
+
+def _renew(job: JobState, now: datetime) -> JobState:
+    return replace(job, restarts_spent=0, renewed_at=now, flat_generations=0)
+
+
+def _record(job: JobState, decision: Decision, now: datetime) -> JobState:
+    if job.incident is None:
+        return job
+    incident = job.incident
+    if isinstance(decision, Wait) and decision.phase in (Phase.LAUNCHING, Phase.RUNNING):
+        return job  # what follows from a decision already written down
+    strategy = decision.strategy if isinstance(decision, Relaunch) else None
+    record = DecisionRecord(now, decision.kind, strategy, decision.because, isinstance(decision, Relaunch) and decision.spent)
+    decisions, dropped = (*incident.decisions, record), incident.dropped_decisions
+    if len(decisions) > KEPT_DECISIONS:
+        decisions, dropped = (*decisions[: KEPT_DECISIONS // 2], *decisions[-(KEPT_DECISIONS // 2) + 1 :]), dropped + 2
+    return replace(job, incident=replace(incident, decisions=decisions, dropped_decisions=dropped, decided=incident.decided or now))
+
+
+def _notice(job: JobState, text: str) -> JobState:
+    return replace(job, notices=(*job.notices, text)[-KEPT_NOTICES:])

@@ -1,0 +1,291 @@
+"""The values that recovery reasons with: tokens, diagnoses, decisions, and all that a job remembers.
+
+Only data: what they mean for the next step is in `diagnose`, `decide` and `evolve`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from recovery.policy import Cause, Policy, Strategy
+from recovery.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Token:
+    """Names one launch of all ranks of a job; a node obeys only the highest it has seen."""
+
+    namespace: str
+    job: str
+    submission: int
+    """Start of the submission by the server's clock, milliseconds since 1970: later submissions are higher."""
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.job}/{self.submission}/{self.generation}"
+
+
+class Phase(StrEnum):
+    QUEUED = "QUEUED"
+    LAUNCHING = "LAUNCHING"
+    RUNNING = "RUNNING"
+    NODE_LOST = "NODE_LOST"
+    STOPPING = "STOPPING"
+    EXAMINING = "EXAMINING"
+    REPAIRING = "REPAIRING"
+    WAITING_FOR_NODES = "WAITING_FOR_NODES"
+    WAITING_FOR_PERSON = "WAITING_FOR_PERSON"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED)
+
+
+# --- diagnosis --------------------------------------------------------------------------------------------------------------
+
+
+class Certainty(StrEnum):
+    CERTAIN = "certain"
+    LIKELY = "likely"
+    GUESS = "guess"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    cause: Cause
+    because: str
+    nodes: tuple[str, ...] = ()
+    """Suspects, the most likely first."""
+    ranks: tuple[int, ...] = ()
+    certainty: Certainty = Certainty.LIKELY
+    exit_code: int | None = None
+    """What the job's own exit code would be: 0 to 255, 128 + signal for a signal (the shell's rule)."""
+    do_not_restart: bool = False
+    """The rank itself said so (exit code 93, as NVIDIA's resiliency extension defines it)."""
+    traceback: str = ""
+    """Of the root cause, as the rank wrote it."""
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Relaunch:
+    """Launch all ranks as `generation`, which nobody has used: the number is spent before anything is started."""
+
+    generation: int
+    because: str
+    strategy: Strategy | None = None
+    """None: not a rung of a ladder (the first launch, a person's retry, a node that has seen a newer token)."""
+    cause: Cause | None = None
+    spent: bool = False
+    """One of the job's own restarts."""
+    without: tuple[str, ...] = ()
+    """Nodes this generation does not use."""
+    avoid: tuple[str, ...] = ()
+    """Nodes the job does not use again."""
+    keep_nodes: bool = True
+    """Every node that is not left out keeps its place; False: all places are given anew."""
+    delay: timedelta = timedelta(0)
+    renew_budgets: bool = False
+    kind: Literal["Relaunch"] = "Relaunch"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Act no further until an event comes, or until `until`."""
+
+    phase: Phase
+    because: str
+    next: str
+    """What happens when the wait ends by itself."""
+    until: datetime | None = None
+    kind: Literal["Wait"] = "Wait"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Act no further until a person says so."""
+
+    because: str
+    question: str
+    kind: Literal["Ask"] = "Ask"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the job, as soon as no rank of it is left anywhere."""
+
+    phase: Phase
+    because: str
+    exit_code: int
+    kind: Literal["Stop"] = "Stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    because: str
+    kind: Literal["Ignore"] = "Ignore"
+
+
+Decision = Annotated[Relaunch | Wait | Ask | Stop | Ignore, Field(discriminator="kind")]
+
+
+# --- what a job remembers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the gang and the node that fills it; the index in `JobState.slots` is the group rank."""
+
+    node: str
+    address: str
+    scheduled: int = 1
+    """How many nodes have filled this place (ModelArts' MA_SCHEDULE_CNT)."""
+    started: int = 0
+    """How often ranks were started on this node in this place (MA_PROC_START_CNT)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostNode:
+    node: str
+    last_heard_at: datetime
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Avoided:
+    node: str
+    because: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One use of a rung."""
+
+    at: datetime
+    cause: Cause
+    strategy: Strategy
+    spent: bool
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    step: int
+    """The step that every reporting rank has reached."""
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    at: datetime
+    decision: str
+    strategy: str | None
+    because: str
+    spent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """From the first fault until training has passed the step it had reached. Times by the receiver's clock."""
+
+    opened: datetime
+    generation: int
+    """The generation that met the fault."""
+    cause: Cause
+    because: str
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    certainty: Certainty = Certainty.LIKELY
+    traceback: str = ""
+    decisions: tuple[DecisionRecord, ...] = ()
+    dropped_decisions: int = 0
+    """Decisions in the middle of a very long incident that are no longer kept."""
+    reached: int | None = None
+    """The furthest step before the fault; None: not known."""
+    detected: datetime | None = None
+    decided: datetime | None = None
+    stopped: datetime | None = None
+    launched: datetime | None = None
+    recovered: datetime | None = None
+    closed: datetime | None = None
+    outcome: str | None = None
+    """How it closed, a clause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    what: str
+    at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """Everything a job knows about itself. It survives continue-as-new, and `retry` of a closed job starts from it."""
+
+    namespace: str
+    name: str
+    submission: int
+    spec: JobSpec
+    policy: Policy
+    submitted_by: str
+    submitted_at: datetime
+    phase: Phase = Phase.QUEUED
+    because: str = "submitted"
+    next: Next = Next("nodes are acquired")
+    generation: int = 0
+    """The highest one reserved."""
+    slots: tuple[Slot, ...] = ()
+    maybe_alive: tuple[str, ...] = ()
+    """Nodes on which ranks of some generation of this job may live: started there and not proven gone."""
+    lost: tuple[LostNode, ...] = ()
+    owed: Diagnosis | None = None
+    """A fault that waits for a lost node, because nothing can be launched while that one may go on."""
+    avoided: tuple[Avoided, ...] = ()
+    tries: tuple[Try, ...] = ()
+    """Newest last; those before `renewed_at` count no more, and only windowed rungs look at them."""
+    restarts_spent: int = 0
+    """Of `max_restarts`, since the budgets were renewed."""
+    renewed_at: datetime | None = None
+    flat_generations: int = 0
+    """Generations in a row that ended by a fault of the job's own, with known progress that did not pass `furthest_step`."""
+    furthest_step: int | None = None
+    """Of all generations before this one; None: never reported."""
+    progress: Progress | None = None
+    """Of this generation."""
+    launched_at: datetime | None = None
+    incident: Incident | None = None
+    incidents: tuple[Incident, ...] = ()
+    """Closed ones that are not archived, oldest first."""
+    incidents_archived: int = 0
+    notices: tuple[str, ...] = ()
+    """What people should see that is no decision, such as a signal that could not be understood; the newest few."""
+    ending: Stop | None = None
+    """Set from the decision to stop until the job has ended, and after."""
+    exit_code: int | None = None
+    ended_at: datetime | None = None
+
+    @property
+    def token(self) -> Token:
+        return Token(self.namespace, self.name, self.submission, self.generation)
+
+    @property
+    def lost_names(self) -> tuple[str, ...]:
+        return tuple(lost.node for lost in self.lost)
+
+    @property
+    def report_at_step(self) -> int | None:
+        """The step whose passing closes the open incident."""
+        if self.incident is None:
+            return None
+        return 0 if self.incident.reached is None else self.incident.reached + 1

@@ -1,0 +1,71 @@
+"""Who is which rank, and what a rank finds in its environment: TorchElastic's names, ModelArts' counters, and our own."""
+
+from __future__ import annotations
+
+from recovery.model import Slot, Token
+from recovery.spec import JobSpec
+
+
+def ranks_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
+    """Global ranks on a node; the index is the local rank."""
+    first = group_rank * spec.ranks_per_node
+    return tuple(range(first, first + spec.ranks_per_node))
+
+
+def common_environment(token: Token, spec: JobSpec, max_restarts: int, master_address: str, master_port: int) -> dict[str, str]:
+    """Return what all ranks share. Sources: torch.distributed.elastic (torch 2.11), agent/server/local_elastic_agent.py."""
+    environment = {
+        **spec.env,
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.ranks_per_node),
+        "GROUP_WORLD_SIZE": str(spec.node_count),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(token.generation - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}",
+        # The agents' own store is not there: rank 0 makes its own at MASTER_ADDR:MASTER_PORT.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "RELAUNCH_JOB": token.job,
+        "RELAUNCH_GENERATION": str(token.generation),
+    }
+    if spec.ranks_per_node > 1 and "OMP_NUM_THREADS" not in spec.env:
+        environment["OMP_NUM_THREADS"] = "1"  # as torchrun does: many ranks that each take all cores are slower than one
+    return environment
+
+
+def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[str, str], ...]:
+    """Return what each rank of a node has for itself, by local rank."""
+    return tuple(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(group_rank),
+            "ROLE_RANK": str(rank),
+            "RELAUNCH_NODE": slot.node,
+            "MA_SCHEDULE_CNT": str(slot.scheduled),
+            "MA_PROC_START_CNT": str(slot.started),
+        }
+        for local_rank, rank in enumerate(ranks_of(group_rank, spec))
+    )
+
+
+def seat(slots: tuple[Slot, ...], nodes: tuple[tuple[str, str], ...]) -> tuple[Slot, ...]:
+    """Count who sits where: the same node in its place is started once more, another one is scheduled there.
+
+    Args:
+        slots: the places as they were, empty before the first launch.
+        nodes: (name, address) by group rank, for the next launch.
+    """
+    seated = []
+    for index, (name, address) in enumerate(nodes):
+        before = slots[index] if index < len(slots) else None
+        if before is None:
+            seated.append(Slot(name, address, scheduled=1, started=1))
+        elif before.node == name:
+            seated.append(Slot(name, address, before.scheduled, before.started + 1))
+        else:
+            seated.append(Slot(name, address, before.scheduled + 1, 1))
+    return tuple(seated)

@@ -1,0 +1,232 @@
+"""What users write: the job file and the fleet file, as validated values.
+
+Reading the files (YAML, lines, paths) is the console's; what a policy means is `policy`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+DURATION_PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+# The agent sets these itself, or they would let a job speak in the name of another.
+RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
+
+
+def parse_name(value: str) -> str:
+    """Check a name of a job, a fleet or a node: it becomes a workflow id, a folder and a search attribute."""
+    if not NAME_PATTERN.fullmatch(value):
+        raise ValueError(f"{value!r} is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit")
+    return value
+
+
+def parse_duration(value: Any) -> Any:
+    """Read `90s`, `5m`, `1h30m`, `2d`; anything else is left for pydantic to refuse or accept (timedelta, ISO 8601)."""
+    if isinstance(value, bool | int | float):
+        raise ValueError(f"{value!r} has no unit: write a duration such as 30s, 5m or 1h30m")
+    if isinstance(value, str) and value and not value.startswith("P"):
+        match = DURATION_PATTERN.fullmatch(value)
+        if not match or not any(match.groups()):
+            raise ValueError(f"{value!r} is not a duration: write it like 30s, 5m or 1h30m")
+        days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    return value
+
+
+def _not_negative(value: timedelta) -> timedelta:
+    if value < timedelta(0):
+        raise ValueError(f"{value} is negative: a duration is 0s or more")
+    return value
+
+
+Name = Annotated[str, AfterValidator(parse_name)]
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
+
+
+class Strict(BaseModel):
+    """An edge of the system: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NodeRange(Strict):
+    min: int = Field(ge=1)
+    max: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min} and max is {self.max}: min must not exceed max")
+        return self
+
+
+class ProgressSpec(Strict):
+    log_pattern: str | None = None
+    """A regular expression with a group named `step`, searched in every line a rank prints."""
+
+    @field_validator("log_pattern")
+    @classmethod
+    def _has_step(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            groups = re.compile(value).groupindex
+        except re.error as error:
+            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+        if "step" not in groups:
+            raise ValueError(f"{value!r} has no group named step: write it like 'step (?P<step>\\d+)'")
+        return value
+
+
+class CheckpointSpec(Strict):
+    directory: str
+
+
+class SecretReference(Strict):
+    """Where the worker reads a secret at launch; the secret itself is never stored."""
+
+    file: str | None = None
+    env: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.file is None) == (self.env is None):
+            raise ValueError("a secret has exactly one source: file: PATH or env: NAME")
+        return self
+
+
+class Metadata(Strict):
+    annotations: dict[str, str] = {}
+
+
+class JobSpec(Strict):
+    """A job file."""
+
+    name: Name
+    command: tuple[str, ...] = Field(min_length=1)
+    nodes: int | NodeRange = 1
+    nproc_per_node: int = Field(default=1, ge=1, le=1024)
+    gpus_per_node: int = Field(default=0, ge=0)
+    launcher: Literal["none", "torchrun", "ft_launcher"] = "none"
+    gang: Literal["lockstep", "independent"] = "lockstep"
+    """lockstep: no rank advances without all others (the usual data or model parallel job)."""
+    fleet: Name = "default"
+    env: dict[str, str] = {}
+    secrets: dict[str, SecretReference] = {}
+    workdir: str | None = None
+    progress: ProgressSpec = ProgressSpec()
+    checkpoint: CheckpointSpec | None = None
+    policy: str | dict[str, Any] = "default"
+    """A preset's name, a file, or a mapping; whoever submits resolves it."""
+    priority: int = 0
+    metadata: Metadata = Metadata()
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"{value!r} is one string: write a list, one item per argument, such as [python, train.py]")
+        return value
+
+    @field_validator("nodes")
+    @classmethod
+    def _at_least_one(cls, value: int | NodeRange) -> int | NodeRange:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{value} is not a number of nodes: at least 1")
+        return value
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _plain_values(cls, value: Any) -> Any:
+        # YAML turns `DEBUG: 1` into a number and everybody means the string.
+        if isinstance(value, dict):
+            return {key: str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for key, item in value.items()}
+        return value
+
+    @field_validator("env", "secrets")
+    @classmethod
+    def _not_reserved(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            if key.startswith(RESERVED_VARIABLES) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+                raise ValueError(f"{key!r} cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_")
+        return value
+
+    @field_validator("workdir")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not PurePosixPath(value).is_absolute():
+            raise ValueError(f"{value!r} is a relative path: a folder's absolute path on the nodes")
+        return value
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        if isinstance(self.nodes, NodeRange) and self.nodes.min != self.nodes.max:
+            raise ValueError(
+                f"nodes {{min: {self.nodes.min}, max: {self.nodes.max}}}: a changing size is not supported yet, write one number"
+            )
+        return self
+
+    @property
+    def node_count(self) -> int:
+        return self.nodes if isinstance(self.nodes, int) else self.nodes.min
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes that relaunch starts on a node: a launcher of the job's own is one process and forks the rest itself."""
+        return self.nproc_per_node if self.launcher == "none" else 1
+
+    @property
+    def world_size(self) -> int:
+        return self.node_count * self.ranks_per_node
+
+
+class Power(Strict):
+    cycle: tuple[str, ...] = Field(min_length=1)
+
+
+class FleetNode(Strict):
+    name: Name
+    address: str
+    user: str | None = None
+    gpus: int = Field(default=0, ge=0)
+    spare: bool = False
+    power: Power | None = None
+
+
+class FleetLimits(Strict):
+    repairs_at_once: int | str | None = None
+    nodes_out: int | str | None = None
+    reboots_per_hour: int | None = None
+
+
+class SshOptions(Strict):
+    key: str | None = None
+    known_hosts: str | None = None
+
+
+class FleetSpec(Strict):
+    """A fleet file."""
+
+    name: Name
+    backend: Literal["local", "ssh", "ecs", "simulated"]
+    repairs: Literal["act", "ask", "observe"] = "ask"
+    nodes: tuple[FleetNode, ...] = Field(min_length=1)
+    limits: FleetLimits = FleetLimits()
+    ssh: SshOptions = SshOptions()
+
+    @field_validator("nodes")
+    @classmethod
+    def _distinct(cls, value: tuple[FleetNode, ...]) -> tuple[FleetNode, ...]:
+        for field in ("name", "address"):
+            seen: dict[str, str] = {}
+            for node in value:
+                key = getattr(node, field)
+                if key in seen:
+                    raise ValueError(f"nodes {seen[key]} and {node.name} have the same {field} {key!r}: each node has its own")
+                seen[key] = node.name
+        return value
