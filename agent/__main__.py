@@ -1,0 +1,26 @@
+"""Entry of the agent: `session`, or one command with its order on stdin."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from agent.protocol import Refused, line
+from agent.session import COMMANDS, Session, write
+from agent.state import open_state
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or arguments[0] not in ("session", *COMMANDS):
+        sys.stderr.write(f"usage: python3 <agent> {'|'.join(['session', *COMMANDS])} < order.json\n")
+        return 2
+    try:
+        state = open_state()
+    except Refused as refused:
+        write(1, line(refused.answer))
+        return 0
+    return Session(state, None if arguments[0] == "session" else arguments[0]).run()
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""What a rank left behind: its error file and the end of its log.
+
+Every reading is a value, or `unreadable` with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from agent.protocol import Json
+from agent.state import Generation
+
+ERROR_LIMIT = 256 * 1024
+"""Bytes of an error file: deep tracebacks are tens of KiB."""
+TAIL_LINES = 40
+TAIL_BYTES = 8 * 1024
+
+
+def read_error(path: Path) -> Json | None:
+    """Return the error file as the rank wrote it, None where it wrote none, or {"unreadable": why}."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(ERROR_LIMIT + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return {"unreadable": f"{error.strerror}"}
+    if not data.strip():
+        return {"unreadable": "the error file is empty"}
+    if len(data) > ERROR_LIMIT:
+        return {"unreadable": f"the error file is larger than {ERROR_LIMIT} bytes"}
+    try:
+        value = json.loads(data.decode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        return {"unreadable": f"the error file is not JSON: {str(error)[:100]}"}
+    if not isinstance(value, dict) or "message" not in value:
+        return {"unreadable": "the error file is not an object with a message"}
+    return value
+
+
+def tail(path: Path) -> list[str]:
+    """Return the last lines of a log, as many as the bounds allow."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return []
+    lines = data.decode(errors="replace").splitlines()
+    if size > TAIL_BYTES and len(lines) > 1:
+        lines = lines[1:]  # the first one is cut
+    return lines[-TAIL_LINES:]
+
+
+def told(generation: Generation, observation: Json) -> Json:
+    """Add to a journaled exit what its rank wrote before it went."""
+    if observation["kind"] != "RankExited":
+        return observation
+    rank = observation["rank"]
+    return {
+        **observation,
+        "error": read_error(generation.error(rank)),
+        "log_tail": [] if observation["stopped"] else tail(generation.log(rank)),
+    }

@@ -1,0 +1,356 @@
+"""The keeper of one generation: forks its ranks, reaps them, journals exits, holds the lease.
+
+It restarts its supervisor when that dies. It talks to nobody else but the commands that give it orders,
+reads no progress and no logs, and never waits for anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from agent import processes, ranks, supervisor
+from agent.faults import pass_by
+from agent.journal import Journal
+from agent.lease import Lease
+from agent.loop import Channel, Loop
+from agent.protocol import Json, Refused, Token, now
+from agent.state import Generation, boot_id, write_json
+
+IDLE = 5.0
+"""Seconds between looks at the clock when nothing is due."""
+SUPERVISOR_SILENCE = 10.0
+"""A supervisor says something every 2 s; one that is silent for five times that is frozen, and is replaced."""
+RESTART_PAUSE = 0.5
+"""A supervisor that dies as soon as it is born must not eat a core."""
+SWEEP = (0.01, 0.25)
+"""Seconds between looks for what is left while stopping: from quick to patient."""
+FAREWELL = 1.0
+"""Seconds that the supervisor has to tell its watchers that this is the end."""
+
+
+@dataclass(frozen=True)
+class Sockets:
+    orders: socket.socket
+    watch: socket.socket
+    peers: socket.socket
+    master: socket.socket
+    """Holds MASTER_PORT until the ranks start, so that two generations are never given the same."""
+
+    @property
+    def handles(self) -> list[int]:
+        return [self.orders.fileno(), self.watch.fileno(), self.peers.fileno(), self.master.fileno()]
+
+    def close(self) -> None:
+        for held in (self.orders, self.watch, self.peers, self.master):
+            held.close()
+
+
+def fork(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+    """Start a keeper. Its sockets listen already, so nothing has to wait until it has come up.
+
+    The command that calls this ends at once, which makes the keeper nobody's child.
+    """
+    pid = processes.fork(lambda: _become(generation, token, order, sockets, lock))
+    _write_identity(generation, pid)
+
+
+def _write_identity(generation: Generation, pid: int) -> None:
+    found = processes.look(pid)
+    if found is not None:
+        generation.write_identity("keeper", pid, found.started)
+
+
+def _become(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+    os.setsid()
+    processes.set_name("relaunch-keep")
+    log = os.open(generation.path / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((null, 0), (null, 1), (log, 2)):
+        os.dup2(source, target)
+    processes.close_all_but([*sockets.handles, lock])
+    _write_identity(generation, os.getpid())  # the command may have died before it could
+    processes.reset_signals()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    processes.adopt_orphans()
+    Keeper(generation, token, order, sockets).run()
+
+
+class Keeper:
+    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets) -> None:
+        self.generation = generation
+        self.token = token
+        self.order = order
+        self.sockets = sockets
+        self.loop = Loop()
+        self.journal = Journal(generation.journal)
+        self.state = "prepared"
+        self.start_order: Json | None = None
+        self.started: Json | None = None
+        self.alive: ranks.Ranks = {}
+        self.lease: Lease | None = None
+        self.kill_at = 0.0
+        self.sweep_at = 0.0
+        self.sweep_pause = SWEEP[0]
+        self.leaving = False
+        """Stopped or fenced: nothing is awaited any more once the ranks are gone."""
+        self.watchers = 0
+        self.wanted_at = now()
+        """When somebody last watched or renewed."""
+        self.callers: list[Channel] = []
+        self.supervisor = 0
+        self.link: Channel | None = None
+        self.heard_at = self.forked_at = 0.0
+
+    def run(self) -> None:
+        waking, woken = os.pipe()
+        for handle in (waking, woken):
+            os.set_blocking(handle, False)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self.loop.watch(waking, lambda events: self._woken(waking))
+        self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
+        self._fork_supervisor()
+        self._reap()
+        while not self._over():
+            self.loop.turn(self._next_deadline())
+            self._tick()
+        self._farewell()
+
+    # --- what happens ---
+
+    def _woken(self, waking: int) -> None:
+        try:
+            os.read(waking, 4096)
+        except BlockingIOError:
+            pass
+        self._reap()
+
+    def _reap(self) -> None:
+        exits = []
+        numbers = {pid: rank for rank, pid in self.alive.items()}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid == self.supervisor:
+                self.supervisor = 0
+            elif pid in numbers:
+                exits.append((numbers[pid], pid, status))
+        if exits:
+            self._ranks_exited(exits)
+
+    def _ranks_exited(self, exits: list[tuple[int, int, int]]) -> None:
+        pass_by(self.generation.state, "keeper.reaped")
+        stopped = self.state == "stopping"
+        observations: list[tuple[str, dict[str, Any]]] = []
+        failed = False
+        for rank, pid, status in exits:
+            del self.alive[rank]
+            killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            failed = failed or code != 0
+            fields = {
+                "rank": rank,
+                "local_rank": self.order["ranks"].index(rank),
+                "pid": pid,
+                "exit_code": code,
+                "signal": killed,
+                "stopped": stopped,
+            }
+            observations.append(("RankExited", fields))
+        self.journal.append(*observations)
+        pass_by(self.generation.state, "keeper.journaled")
+        if self.state == "running" and (failed or not self.alive):
+            self._begin_stop(self.order["stop_grace"])
+        self.sweep_at = 0.0
+        self._tell_supervisor()
+
+    def _begin_stop(self, grace: float) -> None:
+        """Ask everything to go; what has not gone after `grace` is killed."""
+        if self.state == "running":
+            self.state = "stopping"
+            self.kill_at = now() + grace
+            for pid in self.alive.values():
+                processes.kill_group(pid, signal.SIGTERM)
+                processes.kill_group(pid, signal.SIGCONT)
+            self._tell_supervisor()
+            asked = set(self.alive.values())
+            for process in self._left():
+                if process.group not in asked:
+                    processes.kill(process, signal.SIGTERM)
+        self.kill_at = min(self.kill_at, now() + grace)
+        self.sweep_at, self.sweep_pause = now(), SWEEP[0]
+
+    def _left(self) -> list[processes.Process]:
+        return processes.descendants(os.getpid(), without=[self.supervisor])
+
+    def _sweep(self) -> None:
+        left = self._left()
+        if now() >= self.kill_at:
+            for pid in self.alive.values():
+                processes.kill_group(pid, signal.SIGKILL)
+            for process in left:
+                processes.kill(process, signal.SIGKILL)
+        self.sweep_pause = min(SWEEP[1], self.sweep_pause * 1.5)
+        self.sweep_at = now() + self.sweep_pause
+        if not left and not self.alive:
+            self.state = "ended"
+            self.wanted_at = now()
+            self._tell_supervisor()
+
+    def _tick(self) -> None:
+        if self.state == "running" and self.lease is not None:
+            fenced = self.lease.fenced(now())
+            if fenced is not None:
+                self._fence(*fenced)
+        if self.state == "stopping" and now() >= self.sweep_at:
+            self._sweep()
+        if self.supervisor and now() > self.heard_at + SUPERVISOR_SILENCE:
+            os.kill(self.supervisor, signal.SIGKILL)
+            self.heard_at = now()
+        if not self.supervisor and now() >= self.forked_at + RESTART_PAUSE:
+            self._fork_supervisor()
+
+    def _fence(self, why: str, because: str) -> None:
+        if self.state == "running":
+            self.journal.append(("Fenced", {"why": why, "because": because}))
+            self.leaving = True
+            self._begin_stop(self.order["stop_grace"])
+
+    def _next_deadline(self) -> float:
+        times = [now() + IDLE, self.heard_at + SUPERVISOR_SILENCE]
+        if not self.supervisor:
+            times.append(self.forked_at + RESTART_PAUSE)
+        if self.state == "prepared":
+            times.append(self.order["valid_until"])
+        elif self.state == "running" and self.lease is not None and self.lease.ends is not None:
+            times.append(self.lease.ends + 0.001)
+        elif self.state == "stopping":
+            times.append(self.sweep_at)
+        elif self.state == "ended" and not self.watchers:
+            times.append(self.wanted_at + self.order["lease"])
+        return min(times)
+
+    def _over(self) -> bool:
+        if self.state == "prepared":
+            return self.leaving or now() > self.order["valid_until"]
+        unwanted = not self.watchers and now() > self.wanted_at + self.order["lease"]
+        return self.state == "ended" and (self.leaving or unwanted)
+
+    def _farewell(self) -> None:
+        """Let the supervisor tell its watchers that nothing more will come."""
+        self.state = "gone"
+        self._tell_supervisor()
+        deadline = now() + FAREWELL
+        while self.supervisor and now() < deadline:
+            self.loop.turn(deadline)
+        if self.supervisor:
+            os.kill(self.supervisor, signal.SIGKILL)
+
+    # --- orders ---
+
+    def _accept(self) -> None:
+        try:
+            caller, _ = self.sockets.orders.accept()
+        except OSError:  # it hung up before we came to it
+            return
+        channel = Channel(self.loop, caller.detach(), lambda order: self._obey(channel, order), lambda: self.callers.remove(channel))
+        self.callers.append(channel)
+
+    def _obey(self, caller: Channel, order: Json) -> None:
+        if "start" in order:
+            caller.send(self._start(order["start"]))
+        elif "stop" in order:
+            caller.send({"stopping": True})
+            self.leaving = True
+            if self.state in ("running", "stopping"):
+                if self.state == "running" or self.alive:
+                    self.journal.append(("Stopped", {"because": order["stop"]["because"]}))
+                self._begin_stop(order["stop"]["stop_grace"])
+
+    def _start(self, order: Json) -> Json:
+        if self.started is not None:
+            return {**self.started, "already": True} if self.started["outcome"] == "done" else self.started
+        if now() > self.order["valid_until"]:
+            return Refused("expired", f"prepared more than {self.order['valid_for']:g} s ago").answer
+        pass_by(self.generation.state, "start.received")
+        boot = boot_id(self.generation.state)
+        launch = self.generation.path / "started.json"
+        write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None})
+        self.sockets.master.close()
+        try:
+            ranks.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
+        except Refused as refused:
+            self.started = refused.answer
+            write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None, "refused": refused.answer})
+            self.state, self.leaving, self.kill_at = "stopping", True, 0.0
+            self.alive.clear()
+            self._sweep()
+            return self.started
+        pids = {str(rank): pid for rank, pid in self.alive.items()}
+        found = {rank: processes.look(pid) for rank, pid in pids.items()}
+        identities = {rank: (process.pid, process.started) for rank, process in found.items() if process is not None}
+        write_json(launch, {"stamp": now(), "boot_id": boot, "pids": identities}, durable=False)
+        pass_by(self.generation.state, "start.forked")
+        self.started = {"outcome": "done", "pids": pids, "already": False}
+        self.start_order = order
+        self.state = "running"
+        self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
+        self._tell_supervisor(begin=True)
+        return self.started
+
+    # --- the supervisor ---
+
+    def _fork_supervisor(self) -> None:
+        if self.link is not None:
+            self.link.drop()
+        ours, theirs = socket.socketpair()
+        self.watchers = 0
+        self.wanted_at = max(self.wanted_at, now())
+        self.heard_at = self.forked_at = now()
+        link, news, sockets = theirs.detach(), self._news(begin=True), self.sockets
+        self.supervisor = pid = processes.fork(
+            lambda: supervisor.run(self.generation, self.token, self.order, sockets.watch, sockets.peers, link, news)
+        )
+        os.close(link)
+        self.link = Channel(self.loop, ours.detach(), self._hear_supervisor, lambda: None)
+        found = processes.look(pid)
+        if found is not None:
+            self.generation.write_identity("supervisor", pid, found.started)
+
+    def _tell_supervisor(self, begin: bool = False) -> None:
+        if self.link is not None:
+            self.link.send(self._news(begin))
+
+    def _news(self, begin: bool) -> Json:
+        lease = self.lease if self.state == "running" else None
+        news: Json = {
+            "state": self.state,
+            "alive": list(self.alive),
+            "leased_until": None if lease is None or lease.ends is None else lease.leased_until,
+            "ask_from": lease.leased_until if lease is not None and lease.renewed else None,
+        }
+        if begin and self.start_order is not None:
+            news["start"] = self.start_order
+        return news
+
+    def _hear_supervisor(self, told: Json) -> None:
+        self.heard_at = now()
+        if "watchers" in told:
+            self.watchers = told["watchers"]
+            self.wanted_at = now()
+        if "renew" in told:
+            self.wanted_at = now()
+            if self.lease is not None and self.lease.renew(told["renew"], now()):
+                self._tell_supervisor()
+        if "peer_answered" in told and self.lease is not None:
+            self.lease.peer_answered(told["peer_answered"])
+        if "superseded" in told:
+            self._fence("superseded", told["superseded"])

@@ -1,0 +1,51 @@
+"""The dead man's handle as arithmetic: until when a generation may live unasked. Reads no clock and stops nobody."""
+
+from __future__ import annotations
+
+
+class Lease:
+    """All times are this node's CLOCK_BOOTTIME."""
+
+    def __init__(self, started: float, lease: float, fence_after: float, fences: bool) -> None:
+        self.lease = lease
+        self.fence_after = fence_after
+        self.fences = fences
+        self.renewed = False
+        self.leased_until = started + lease
+        self.alive_until = started + lease
+
+    def renew(self, stamp: float, now: float) -> bool:
+        """Take a renewal for what it proves: that its sender heard us at `stamp`.
+
+        One from the future is not ours, and one that is past even its fence must not count as the first.
+        """
+        if stamp > now or stamp + self.lease + self.fence_after <= now:
+            return False
+        until = stamp + self.lease
+        self.leased_until = max(self.leased_until, until) if self.renewed else until
+        self.renewed = True
+        self.alive_until = max(self.alive_until, self.leased_until + self.fence_after)
+        return True
+
+    def peer_answered(self, asked: float) -> None:
+        if self.renewed:
+            self.alive_until = max(self.alive_until, asked + self.fence_after)
+
+    @property
+    def ends(self) -> float | None:
+        """When the handle falls, or None when it cannot."""
+        return self.alive_until if self.fences or not self.renewed else None
+
+    def left(self, now: float) -> float | None:
+        return None if self.ends is None else max(0.0, self.leased_until - now)
+
+    def fenced(self, now: float) -> tuple[str, str] | None:
+        """Return why and because, once nobody may be presumed to know better."""
+        if self.ends is None or now <= self.ends:
+            return None
+        if not self.renewed:
+            return "never_watched", f"nobody watched this generation within {self.lease:g} s of its start"
+        return (
+            "isolated",
+            f"no renewal for {now - self.leased_until + self.lease:.1f} s, no peer answered for {self.fence_after:g} s",
+        )

@@ -1,0 +1,209 @@
+"""The orders that change a job on this node: prepare, start, stop.
+
+Each may be repeated, and killed between any two lines.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import socket
+from pathlib import Path
+
+from agent import keeper, peers, ranks
+from agent.faults import pass_by
+from agent.loop import parse
+from agent.protocol import Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
+from agent.state import KEPT_GENERATIONS, Generation, JobState, boot_id, try_lock, write_json
+from agent.stopping import stop_all
+
+LOCK_PATIENCE = 120.0
+"""Seconds to wait for another command on the same job: longer than any stop with its grace and its proof."""
+MOST_PEERS = 16
+
+
+def _refuse_lower(job: JobState, token: Token) -> None:
+    stopped, prepared = job.highest("stopped"), job.highest("prepared")
+    if stopped is not None and token.order <= stopped:
+        raise Refused("stopped", f"generation {token.generation} was stopped for ever", highest=list(stopped))
+    if prepared is not None and token.order < prepared:
+        raise _not_above(token, prepared, "this node has seen a higher one")
+
+
+def _not_above(token: Token, highest: tuple[int, int], because: str) -> Refused:
+    text = f"generation {token.generation} of submission {token.submission}: {because}"
+    return Refused("not_above", text, highest=list(highest))
+
+
+def _hold(address: str) -> socket.socket:
+    """Bind a free port for MASTER_PORT, below those that the kernel gives to outgoing connections."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        lowest = int(file.read().split()[0])
+    candidates = random.sample(range(20000, lowest), 20) if lowest > 20100 else []
+    for port in [*candidates, 0]:
+        family, target = peers.resolve(address, port)
+        holder = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            holder.bind(target)
+        except OSError:
+            holder.close()
+            continue
+        return holder
+    raise Refused("cannot_start", f"no port is free on {address}")
+
+
+def prepare(state: Path, order: Fields) -> Json:
+    token = order.token()
+    given: Json = {
+        "token": token.json,
+        "address": order.text("address"),
+        "ranks": order.items("ranks"),
+        **{name: order.number(name) for name in ("stop_grace", "stuck_after")},
+        **{name: order.number(name, least=0.001) for name in ("lease", "fence_after", "valid_for", "heartbeat")},
+    }
+    if not given["ranks"] or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in given["ranks"]):
+        bad("ranks", given["ranks"], "a list of global ranks")
+    if min(given["ranks"]) < 0 or len(set(given["ranks"])) < len(given["ranks"]):
+        bad("ranks", given["ranks"], "global ranks of at least 0, each once")
+    job = JobState.of(state, token)
+    generation = job.generation(token.order)
+    with job.locked(LOCK_PATIENCE):
+        _refuse_lower(job, token)
+        known = generation.given
+        if token.order == job.highest("prepared"):
+            if generation.keeper_lives() and known is not None:
+                return dict(known["answer"])
+            if generation.started is not None:
+                raise _not_above(token, token.order, "it was launched before, and a generation is launched once")
+        job.reserve("prepared", token.order)
+        pass_by(state, "prepare.reserved")
+        others = [other for other in job.generations() if other.order <= token.order]
+        because = f"generation {token.generation} of submission {token.submission} takes its place"
+        stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], because)
+        pass_by(state, "prepare.stopped")
+        return _fork_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
+
+
+def _fork_keeper(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]) -> Json:
+    generation.make()
+    for old in job.generations()[:-KEPT_GENERATIONS]:
+        shutil.rmtree(old.path)
+    lock = try_lock(generation.path / "keeper.lock")
+    if lock is None:
+        raise Refused("stuck", f"generation {token.generation} still has a keeper", pids=[])
+    listener = peers.listen(given["address"])
+    sockets = keeper.Sockets(generation.listen("orders"), generation.listen("sock"), listener, _hold(given["address"]))
+    stamp = now()
+    answer: Json = {
+        "outcome": "done",
+        "boot_id": boot_id(job.state),
+        "master_port": sockets.master.getsockname()[1],
+        "peer_port": listener.getsockname()[1],
+        "stopped": stopped,
+        "stamp": stamp,
+    }
+    known = {**given, "valid_until": stamp + given["valid_for"], "answer": answer}
+    write_json(generation.path / "order.json", known, durable=False)
+    keeper.fork(generation, token, known, sockets, lock)
+    sockets.close()
+    os.close(lock)
+    pass_by(job.state, "prepare.forked")
+    return answer
+
+
+def _start_order(order: Fields, count: int | None) -> Json:
+    """Read a start order; `count` is the number of ranks that were prepared, where that is known."""
+    command = order.strings("command")
+    if not command or not command[0]:
+        bad("command", command, "a program and its arguments")
+    own = order.items("rank_env")
+    if count is not None and len(own) != count:
+        raise Refused("bad_order", f"rank_env has {len(own)} entries; expected {count}, one for each prepared rank")
+    others = []
+    for index, peer in enumerate(order.items("peers")):
+        fields = Fields(peer, f"peers[{index}].")
+        port = fields.whole("port")
+        _, target = peers.resolve(fields.text("address"), port)
+        others.append({"node": fields.text("node"), "address": target[0], "port": port})
+    if len(others) > MOST_PEERS:
+        raise Refused("bad_order", f"peers has {len(others)} entries; expected at most {MOST_PEERS}")
+    secret = order.text("secret")
+    if not re.fullmatch("([0-9a-fA-F]{2})+", secret):
+        raise Refused("bad_order", "secret is not hex")
+    workdir = order.get("workdir", "a folder or null")
+    pattern = order.get("log_pattern", "a regular expression or null")
+    if pattern is not None:
+        order.text("log_pattern")
+        try:
+            groups = re.compile(pattern).groupindex
+        except re.error as error:
+            bad("log_pattern", pattern, f"a regular expression ({error})")
+        if "step" not in groups:
+            bad("log_pattern", pattern, "a regular expression with a group named step")
+    return {
+        "command": command,
+        "workdir": None if workdir is None else order.text("workdir"),
+        "env": environment(order.get("env", "an object"), "env"),
+        "rank_env": [environment(variables, f"rank_env[{index}]") for index, variables in enumerate(own)],
+        "peers": others,
+        "node": order.text("node"),
+        "secret": secret,
+        "fences": order.flag("fences"),
+        "log_pattern": pattern,
+    }
+
+
+def start(state: Path, order: Fields) -> Json:
+    token = order.token()
+    job = JobState.of(state, token)
+    generation = job.generation(token.order)
+    known = generation.given
+    given = _start_order(order, len(known["ranks"]) if known else None)
+    with job.locked(LOCK_PATIENCE):
+        _refuse_lower(job, token)
+        if known is None or job.highest("prepared") != token.order:
+            raise Refused("not_prepared", f"generation {token.generation} was not prepared on this node")
+        launch = generation.started
+        if launch is None and generation.keeper_lives():
+            return _ask_keeper(generation, given)
+        if launch is None:
+            if known["answer"]["boot_id"] == boot_id(state) and now() > known["valid_until"]:
+                raise Refused("expired", f"it was prepared more than {known['valid_for']:g} s ago")
+            raise Refused("not_prepared", f"generation {token.generation} was prepared, but its keeper is gone")
+        if launch.get("refused"):
+            return dict(launch["refused"])
+        if launch["pids"] is None:
+            if generation.keeper_lives():
+                return _ask_keeper(generation, given)
+            raise Refused("cannot_start", "its keeper died while it was starting ranks; a generation is launched once")
+        return {"outcome": "done", "pids": {rank: pid for rank, (pid, _) in launch["pids"].items()}, "already": True}
+
+
+def _ask_keeper(generation: Generation, order: Json) -> Json:
+    caller = generation.connect("orders", timeout=ranks.EXEC_PATIENCE + 5)
+    if caller is not None:
+        with caller:
+            try:
+                caller.sendall(line({"start": order}))
+                with caller.makefile("rb") as answers:
+                    answer = parse(answers.readline())
+            except OSError:
+                answer = None
+        if answer is not None:
+            return answer
+    raise NoAnswer("the keeper did not answer")
+
+
+def stop(state: Path, order: Fields) -> Json:
+    token = order.token()
+    grace, stuck_after = order.number("stop_grace"), order.number("stuck_after")
+    job = JobState.of(state, token)
+    with job.locked(LOCK_PATIENCE):
+        job.reserve("stopped", token.order)
+        pass_by(state, "stop.reserved")
+        known = [generation for generation in job.generations() if generation.order <= token.order]
+        stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
+        pass_by(state, "stop.killed")
+        return {"outcome": "done", "stopped": [list(one) for one in stopped]}

@@ -1,0 +1,174 @@
+"""Questions between the supervisors of one generation: has anybody stopped us, or launched above us?
+
+Says nothing without the secret of the generation, and takes an answer with a wrong mac for none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+from typing import Any, Callable
+
+from agent.faults import cut
+from agent.loop import Channel, Loop
+from agent.protocol import Fields, Json, Order, Refused, Token, now
+from agent.state import JobState
+
+TIMEOUT = 1.0
+"""Seconds for one question: peers are in one cluster, and a fence must not wait for a slow one."""
+QUESTION_LIMIT = 8 * 1024
+CALLERS = 64
+"""More questions at once than 16 peers can have in flight."""
+
+
+def mac(secret: str, *parts: Any) -> str:
+    text = "|".join(part if isinstance(part, str) else json.dumps(part) for part in parts)
+    return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
+
+
+def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise Refused("cannot_start", f"the address {address} cannot be resolved: {error}") from None
+    return family, target
+
+
+class Peers:
+    def __init__(self, loop: Loop, job: JobState, token: Token, listener: socket.socket) -> None:
+        self.loop = loop
+        self.job = job
+        self.token = token
+        self.listener = listener
+        self.order: Json | None = None
+        self.callers: dict[Channel, float] = {}
+        self.questions: dict[str, tuple[Channel, float]] = {}
+        """The question in flight to each node, and when it was asked."""
+        loop.watch(listener.fileno(), lambda events: self._accept())
+
+    def begin(self, order: Json) -> None:
+        self.order = order
+
+    def expire(self) -> None:
+        """Give up on those that have not answered or asked in time."""
+        waiting = [*self.callers.items(), *self.questions.values()]
+        for channel, since in waiting:
+            if now() > since + TIMEOUT:
+                channel.drop()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.callers or self.questions)
+
+    # --- asking ---
+
+    def ask(self, answered: Callable[[float, str | None], None]) -> None:
+        """Ask every peer. `answered` is given when the question was sent, and what supersedes us, if anything does."""
+        if self.order is None or cut(self.job.state, "peers"):
+            return
+        for peer in self.order["peers"]:
+            if peer["node"] not in self.questions:
+                self._ask(peer, self.order, answered)
+
+    def _ask(self, peer: Json, order: Json, answered: Callable[[float, str | None], None]) -> None:
+        family, target = resolve(peer["address"], peer["port"])
+        caller = socket.socket(family, socket.SOCK_STREAM)
+        caller.setblocking(False)
+        caller.connect_ex(target)
+        node, asked, nonce = peer["node"], now(), secrets.token_hex(16)
+        channel = Channel(
+            self.loop,
+            caller.detach(),
+            lambda answer: self._hear_answer(node, asked, nonce, answer, answered),
+            lambda: self._forget(node),
+            QUESTION_LIMIT,
+        )
+        self.questions[node] = (channel, asked)
+        proof = mac(order["secret"], "ask", self.token.text, order["node"], nonce)
+        channel.send({"token": self.token.json, "from": order["node"], "nonce": nonce, "mac": proof})
+
+    def _forget(self, node: str) -> None:
+        self.questions.pop(node, None)
+
+    def _hear_answer(self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[float, str | None], None]) -> None:
+        if node in self.questions:
+            self.questions[node][0].drop()
+        if self.order is None or cut(self.job.state, "peers"):
+            return
+        highest, stopped = answer.get("highest"), answer.get("stopped")
+        proof = mac(self.order["secret"], "answer", nonce, highest, stopped)
+        if not hmac.compare_digest(proof, str(answer.get("mac"))):
+            return
+        because = None
+        if stopped is not None and self._order(stopped) >= self.token.order:
+            because = f"peer {node} knows that this generation was stopped"
+        elif highest is not None and self._order(highest) > self.token.order:
+            because = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
+        answered(asked, because)
+
+    @staticmethod
+    def _order(pair: Any) -> Order:
+        return (int(pair[0]), int(pair[1]))
+
+    # --- being asked ---
+
+    def _accept(self) -> None:
+        try:
+            caller, _ = self.listener.accept()
+        except OSError:  # it hung up before we came to it
+            return
+        if len(self.callers) >= CALLERS:
+            caller.close()
+            return
+        channel = Channel(
+            self.loop,
+            caller.detach(),
+            lambda question: self._hear_question(channel, question),
+            lambda: self._hung_up(channel),
+            QUESTION_LIMIT,
+        )
+        self.callers[channel] = now()
+
+    def _hung_up(self, channel: Channel) -> None:
+        self.callers.pop(channel, None)
+
+    def _hear_question(self, channel: Channel, question: Json) -> None:
+        if self.order is None or cut(self.job.state, "peers"):
+            return
+        try:
+            fields = Fields(question)
+            token, nonce = fields.token(), fields.text("nonce")
+            proof = mac(self.order["secret"], "ask", token.text, fields.text("from"), nonce)
+            given = fields.text("mac")
+        except Refused:
+            channel.drop()
+            return
+        if (token.namespace, token.job) != (self.token.namespace, self.token.job) or not hmac.compare_digest(proof, given):
+            channel.drop()
+            return
+        highest, stopped = self.job.highest("prepared"), self.job.highest("stopped")
+        answer = {
+            "highest": highest,
+            "stopped": stopped,
+            "mac": mac(self.order["secret"], "answer", nonce, highest, stopped),
+        }
+        channel.send(answer)
+        channel.finish()
+
+
+def listen(address: str) -> socket.socket:
+    """Bind a port for peers to ask on."""
+    family, target = resolve(address, 0)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(target)
+    except OSError as error:
+        listener.close()
+        raise Refused("cannot_start", f"no port can be bound on {address}: {os.strerror(error.errno or 0)}") from None
+    listener.listen(CALLERS)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,191 @@
+"""Which processes are there, whose they are, and how they are made to go. Knows nothing of jobs beyond their tokens.
+
+A process is named by its pid *and* its start time, so that a pid which was given to somebody else is never signalled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import traceback
+from typing import Callable, Iterable, NamedTuple
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Fork a child that does this work and nothing else, and return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # it must never return into its parent's code
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def set_name(name: str) -> None:
+    buffer = ctypes.create_string_buffer(name.encode())
+    _libc.prctl(_PR_SET_NAME, buffer, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, and go at once if that has already happened."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def reset_signals() -> None:
+    """Undo what Python and its parents did to signals: SIGPIPE ignored, SIGHUP ignored by nohup, masks."""
+    for number in range(1, signal.NSIG):
+        try:
+            signal.signal(number, signal.SIG_DFL)
+        except (OSError, ValueError):  # SIGKILL, SIGSTOP and the two that libc keeps for itself
+            continue
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def close_all_but(kept: Iterable[int]) -> None:
+    """Close every other descriptor above stderr."""
+    keep = set(kept)
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number > 2 and number not in keep:
+            try:
+                os.close(number)
+            except OSError:  # the descriptor that listed the folder
+                continue
+
+
+class Process(NamedTuple):
+    """One line of /proc/<pid>/stat."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+    threads: int
+    started: int
+
+    @property
+    def lives(self) -> bool:
+        """A dead leader whose threads are not all gone still holds its GPU: that is how a stuck driver looks."""
+        return self.state not in "ZX" or self.threads > 1
+
+
+def look(pid: int) -> Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(b")") + 2 :].split()
+    numbers = [int(fields[index]) for index in (1, 2, 3, 17, 19)]
+    return Process(pid, fields[0].decode(), *numbers)
+
+
+def lives(pid: int, started: int) -> bool:
+    """Whether this very process is alive."""
+    found = look(pid)
+    return found is not None and found.started == started and found.lives
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process]:
+    """Every living process below `ancestor`. For a subreaper that is everything it ever caused to be, setsid or not."""
+    table = [found for found in map(look, _all_pids()) if found is not None]
+    children: dict[int, list[Process]] = {}
+    for found in table:
+        children.setdefault(found.parent, []).append(found)
+    left_out = set(without)
+    below: list[Process] = []
+    queue = [ancestor]
+    while queue:
+        for child in children.get(queue.pop(), ()):
+            if child.pid not in left_out:
+                queue.append(child.pid)
+                if child.lives:
+                    below.append(child)
+    return below
+
+
+def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dict[int, int], without: Iterable[int] = ()) -> list[Process]:
+    """Every living process of a token on this node.
+
+    Args:
+        prefix: how the token in the environment begins.
+        wanted: given what follows the prefix, whether the token is meant.
+        state: the state folder that the environment must name as well: nodes may share a machine.
+        groups: pid and start time of known ranks; the members of their groups and sessions are meant
+            too, for a process may have overwritten its environment.
+        without: pids that are not meant.
+    """
+    token = f"RELAUNCH_TOKEN={prefix}".encode()
+    place = f"RELAUNCH_NODE_STATE={state}".encode()
+    left_out = {os.getpid(), *without}
+    reused = {pid for pid, started in groups.items() if (leader := look(pid)) is not None and leader.started != started}
+    found: list[Process] = []
+    for pid in _all_pids():
+        if pid in left_out:
+            continue
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                environment = file.read()
+        except OSError:  # gone meanwhile, or another user's
+            environment = b""
+        named = False
+        if token in environment:
+            variables = environment.split(b"\0")
+            named = place in variables and any(
+                wanted(variable[len(token) :].decode(errors="replace")) for variable in variables if variable.startswith(token)
+            )
+        if not named and not groups:
+            continue
+        process = look(pid)
+        if process is None or not process.lives:
+            continue
+        if named or any(
+            leader in groups and leader not in reused and process.started >= groups[leader] for leader in (process.group, process.session)
+        ):
+            found.append(process)
+    return found
+
+
+def kill(process: Process, number: int) -> None:
+    """Signal this very process; one that is gone, or whose pid is another's by now, is left alone."""
+    now = look(process.pid)
+    if now is None or now.started != process.started:
+        return
+    try:
+        os.kill(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def kill_group(leader: int, number: int) -> None:
+    """Signal the group of a child that was not reaped yet: until then its number cannot be another's."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,170 @@
+"""How far each rank has come, by its progress file or by a pattern over its log.
+
+Never says zero for what it could not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from typing import Any
+
+from agent.protocol import Json, now
+from agent.state import Generation
+
+TORN_FOR = 2.0
+"""Seconds that a file may be half written before it counts as unreadable: writers overwrite it in place."""
+FILE_LIMIT = 64 * 1024
+LOG_CHUNK = 256 * 1024
+"""Bytes of log read at a time; of a log that grows faster only the newest is looked at."""
+LINE_LIMIT = 4096
+"""Longer lines are cut before matching: a pattern's time grows with the line."""
+
+
+class Unreadable(Exception):
+    """A progress report that says nothing, and why."""
+
+
+def _step(value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Unreadable(f"step is {str(value)[:40]!r}; expected a whole number of at least 0")
+    return int(value)
+
+
+def parse_file(text: str) -> Json:
+    """Read a bare step or an object with one; return step, values and phase."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Unreadable(f"neither a step nor JSON: {text.strip()[:40]!r}") from None
+    if not isinstance(value, dict):
+        return {"step": _step(value), "values": {}, "phase": None}
+    if "step" not in value:
+        raise Unreadable("the object has no step")
+    values = {
+        name: number
+        for name, number in value.items()
+        if name not in ("step", "phase") and isinstance(number, (int, float)) and not isinstance(number, bool)
+    }
+    phase = value.get("phase")
+    return {"step": _step(value["step"]), "values": values, "phase": phase if isinstance(phase, str) else None}
+
+
+def parse_match(match: re.Match[str]) -> Json:
+    """Read the groups of a log pattern: step, phase, and any other as a number."""
+    values: dict[str, float] = {}
+    phase = None
+    for name, text in match.groupdict().items():
+        if text is None or name == "step":
+            continue
+        if name == "phase":
+            phase = text
+            continue
+        try:
+            values[name] = float(text)
+        except ValueError:
+            continue
+    try:
+        step = int(match.group("step"))
+    except (TypeError, ValueError):
+        raise Unreadable(f"the pattern's step is {str(match.group('step'))[:40]!r}; expected a whole number") from None
+    return {"step": _step(step), "values": values, "phase": phase}
+
+
+class RankProgress:
+    """Follows one rank."""
+
+    def __init__(self, generation: Generation, rank: int, pattern: re.Pattern[str] | None) -> None:
+        self.file = generation.progress(rank)
+        self.log = generation.log(rank)
+        self.pattern = pattern
+        self.reading: Json | None = None
+        self.unreadable: str | None = None
+        self.changed_at = now()
+        self._signature: tuple[int, int, int] | None = None
+        self._torn_since: float | None = None
+        self._doubted: int | None = None
+        self._offset: int | None = None
+        self._rest = b""
+
+    def read(self) -> bool:
+        """Look again; return whether the step advanced."""
+        before = self.reading["step"] if self.reading else None
+        found = self._read_file()
+        if not found and self.pattern is not None:
+            self._read_log(self.pattern)
+        return self.reading is not None and self.reading["step"] != before
+
+    def report(self) -> Json | None:
+        if self.unreadable is not None:
+            return {"unreadable": self.unreadable}
+        if self.reading is None:
+            return None
+        return {**self.reading, "age": round(max(0.0, now() - self.changed_at), 3)}
+
+    def _accept(self, reading: Json, written: float) -> None:
+        self.unreadable = None
+        self._torn_since = None
+        if self.reading is None or self.reading["step"] != reading["step"]:
+            self.changed_at = now() - max(0.0, time.time() - written)
+        self.reading = reading
+
+    def _read_file(self) -> bool:
+        """Return whether there is a progress file at all."""
+        try:
+            found = os.stat(self.file)
+            signature = (found.st_mtime_ns, found.st_size, found.st_ino)
+            if signature == self._signature:
+                return True
+            with open(self.file, "rb") as file:
+                text = file.read(FILE_LIMIT).decode(errors="replace")
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self.unreadable = str(error.strerror)
+            return True
+        try:
+            reading = parse_file(text)
+        except Unreadable as error:
+            self._torn_since = self._torn_since or now()
+            if now() - self._torn_since > TORN_FOR:
+                self.unreadable = str(error)
+            return True
+        if self.reading is not None and reading["step"] < self.reading["step"] and self._doubted != reading["step"]:
+            self._doubted = reading["step"]  # a torn "1234" reads as 12: believe a step back when it is seen twice
+            return True
+        self._doubted = None
+        self._signature = signature
+        self._accept(reading, found.st_mtime)
+        return True
+
+    def _read_log(self, pattern: re.Pattern[str]) -> None:
+        try:
+            with open(self.log, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                if self._offset is None or size - self._offset > LOG_CHUNK:
+                    self._offset, self._rest = max(0, size - LOG_CHUNK), b""
+                if size == self._offset:
+                    return
+                file.seek(self._offset)
+                data = self._rest + file.read(LOG_CHUNK)
+                self._offset = file.tell()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.unreadable = str(error.strerror)
+            return
+        *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
+        self._rest = rest[-LINE_LIMIT:]
+        for text in reversed(lines):
+            match = pattern.search(text[:LINE_LIMIT].decode(errors="replace"))
+            if match is not None:
+                try:
+                    self._accept(parse_match(match), time.time())
+                except Unreadable as error:
+                    self.unreadable = str(error)
+                return

@@ -1,0 +1,168 @@
+"""The words of the protocol: tokens, refusals, lines, and the reading of an order's fields.
+
+Touches no file and no process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Dict, NoReturn, Tuple
+
+VERSION = 1
+Json = Dict[str, Any]
+Order = Tuple[int, int]
+"""(submission, generation): how tokens of one job compare."""
+
+
+class Refused(Exception):
+    """An order that this node will not carry out, and why."""
+
+    def __init__(self, why: str, because: str, **extra: Any) -> None:
+        super().__init__(because)
+        self.answer: Json = {"outcome": "refused", "why": why, "because": because, **extra}
+
+
+class NoAnswer(Exception):
+    """It is not known what became of the order: the command ends without an answer, and its sender asks again."""
+
+
+def now() -> float:
+    """Seconds since boot, suspended time included: a node that slept has not renewed anything meanwhile."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def finite(value: Any) -> Any:
+    """Write a number that JSON has no word for as the text that float() reads: a loss of NaN is news, not an error."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def line(value: Json) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    except ValueError:
+        return json.dumps(finite(value), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Token:
+    """One launch of a job."""
+
+    namespace: str
+    job: str
+    submission: int
+    generation: int
+
+    @property
+    def order(self) -> Order:
+        return (self.submission, self.generation)
+
+    @property
+    def text(self) -> str:
+        return f"{self.namespace}/{self.job}/{self.submission}/{self.generation}"
+
+    @property
+    def json(self) -> Json:
+        return {
+            "namespace": self.namespace,
+            "job": self.job,
+            "submission": self.submission,
+            "generation": self.generation,
+        }
+
+
+def bad(name: str, value: Any, expected: str) -> NoReturn:
+    raise Refused("bad_order", f"{name} is {json.dumps(finite(value), default=str)[:120]}; expected {expected}")
+
+
+_ABSENT: Any = object()
+
+
+class Fields:
+    """Reads the fields of an order; what is missing or of another kind is refused by name."""
+
+    def __init__(self, order: Any, within: str = "") -> None:
+        if not isinstance(order, dict):
+            raise Refused("bad_order", f"{within.rstrip('.') or 'the order'} is not a JSON object")
+        self.order: Json = order
+        self.within = within
+
+    def get(self, name: str, expected: str, default: Any = _ABSENT) -> Any:
+        value = self.order.get(name, default)
+        if value is _ABSENT:
+            raise Refused("bad_order", f"{self.within}{name} is missing; expected {expected}")
+        return value
+
+    def number(self, name: str, default: Any = _ABSENT, least: float = 0.0) -> float:
+        expected = f"a number of at least {least:g}"
+        value = self.get(name, expected, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+            bad(self.within + name, value, expected)
+        return float(value)
+
+    def whole(self, name: str, default: Any = _ABSENT) -> int:
+        expected = "a whole number of at least 0"
+        value = self.get(name, expected, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            bad(self.within + name, value, expected)
+        return int(value)
+
+    def text(self, name: str, default: Any = _ABSENT) -> str:
+        value = self.get(name, "text", default)
+        if not isinstance(value, str) or not value or "\0" in value:
+            bad(self.within + name, value, "text that is not empty and has no NUL")
+        return str(value)
+
+    def flag(self, name: str, default: Any = _ABSENT) -> bool:
+        value = self.get(name, "true or false", default)
+        if not isinstance(value, bool):
+            bad(self.within + name, value, "true or false")
+        return bool(value)
+
+    def items(self, name: str, default: Any = _ABSENT) -> list[Any]:
+        value = self.get(name, "a list", default)
+        if not isinstance(value, list):
+            bad(self.within + name, value, "a list")
+        return list(value)
+
+    def strings(self, name: str) -> list[str]:
+        values = self.items(name)
+        for value in values:
+            if not isinstance(value, str) or "\0" in value:
+                bad(self.within + name, value, "a list of texts without NUL")
+        return values
+
+    def token(self) -> Token:
+        inner = Fields(self.get("token", "an object"), "token.")
+        names = [inner.text("namespace"), inner.text("job")]
+        for name, value in zip(("namespace", "job"), names):
+            if "/" in value or "\n" in value:
+                bad(f"token.{name}", value, "a name without a slash or a line break")
+        return Token(names[0], names[1], inner.whole("submission"), inner.whole("generation"))
+
+
+def environment(value: Any, name: str) -> dict[str, str]:
+    """Read a mapping of environment variables."""
+    variables = Fields(value, f"{name}.").order
+    for key, text in variables.items():
+        if not key or "=" in key or "\0" in key:
+            bad(f"a name in {name}", key, "the name of a variable")
+        if not isinstance(text, str) or "\0" in text:
+            bad(f"{name}.{key}", text, "text without NUL")
+    return variables
+
+
+def check_version(order: Any) -> Fields:
+    fields = Fields(order)
+    version = fields.order.get("protocol")
+    if version != VERSION or isinstance(version, bool):
+        raise Refused("protocol", f"protocol is {json.dumps(version)}; this agent speaks {VERSION}")
+    return fields

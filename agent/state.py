@@ -1,0 +1,273 @@
+"""The node's state folder: where each thing lies, who may own it, and how a crash leaves it whole.
+
+Holds no opinion on what the contents mean for an order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator, NoReturn
+
+from agent.protocol import Json, Order, Refused, Token
+
+KEPT_GENERATIONS = 10
+"""Enough to look back over a bad night; each is a few files and the logs."""
+
+
+def _refuse(because: str) -> NoReturn:
+    raise Refused("cannot_start", because)
+
+
+def _machine_id() -> str:
+    for source in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        try:
+            text = Path(source).read_text().strip()
+        except OSError:
+            continue
+        if text:
+            return text
+    return socket.gethostname()
+
+
+def _own(folder: Path) -> None:
+    """Make a folder that only we can enter, or refuse one that is another's."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        _refuse(f"the state folder {folder} cannot be made: {error.strerror}")
+    if found.st_uid != os.geteuid():
+        _refuse(f"the state folder {folder} belongs to uid {found.st_uid}; expected uid {os.geteuid()}")
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def open_state() -> Path:
+    """Return this node's state folder, made if need be."""
+    given = os.environ.get("RELAUNCH_AGENT_STATE")
+    if given:
+        folder = Path(given)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _refuse(f"the state folder {folder} cannot be made: {error.strerror}")
+    else:
+        parent = Path(f"/var/tmp/relaunch-{os.geteuid()}")
+        _own(parent)
+        folder = parent / _machine_id()
+    _own(folder)
+    return folder.resolve()
+
+
+def boot_id(state: Path) -> str:
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        own = (state / "boot_id").read_text().strip()
+    except FileNotFoundError:
+        own = ""
+    return f"{kernel}+{own}" if own else kernel
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    """Replace a file whole. `durable`: it also survives the loss of power, which costs an fsync."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(handle, json.dumps(value).encode())
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(partial, path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def read_json(path: Path) -> Json | None:
+    """Return what is there; a missing or a broken file is None, for it was never written whole."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def try_lock(path: Path) -> int | None:
+    """Take a lock file at once, or return None. The kernel lets go when the last process that holds it dies."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
+
+class Generation:
+    """The folder of one generation on this node."""
+
+    def __init__(self, state: Path, job_folder: Path, order: Order) -> None:
+        self.state = state
+        self.order = order
+        self.path = job_folder / f"{order[0]}-{order[1]}"
+        self.journal = self.path / "journal.jsonl"
+
+    def make(self) -> None:
+        for folder in (self.path, self.path / "logs", self.path / "errors", self.path / "progress"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank_{rank}.log"
+
+    def error(self, rank: int) -> Path:
+        return self.path / "errors" / f"rank_{rank}.json"
+
+    def progress(self, rank: int) -> Path:
+        return self.path / "progress" / f"rank_{rank}"
+
+    @property
+    def given(self) -> Json | None:
+        """What `prepare` was given and what it answered."""
+        return read_json(self.path / "order.json")
+
+    @property
+    def started(self) -> Json | None:
+        """The launch: absent before it, `pids` null while it is under way, `refused` if it came to nothing."""
+        return read_json(self.path / "started.json")
+
+    @property
+    def pids(self) -> dict[int, tuple[int, int]]:
+        """pid and start time of every rank that was started."""
+        pids = (self.started or {}).get("pids") or {}
+        return {int(rank): (pid, started) for rank, (pid, started) in pids.items()}
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Start time by pid of the ranks, as far as the pids mean anything: not after a reboot."""
+        if (self.started or {}).get("boot_id") != boot_id(self.state):
+            return {}
+        return dict(self.pids.values())
+
+    def identity(self, of: str) -> tuple[int, int] | None:
+        """pid and start time of the `keeper` or the `supervisor`, if it was born since this boot."""
+        record = read_json(self.path / f"{of}.json")
+        if record is None or record["boot_id"] != boot_id(self.state):
+            return None
+        return record["pid"], record["started"]
+
+    def write_identity(self, of: str, pid: int, started: int) -> None:
+        record = {"pid": pid, "started": started, "boot_id": boot_id(self.state)}
+        write_json(self.path / f"{of}.json", record, durable=False)
+
+    def keeper_lives(self) -> bool:
+        """Ask the lock that the keeper is born with: it holds even before keeper.json is written."""
+        try:
+            lock = try_lock(self.path / "keeper.lock")
+        except FileNotFoundError:
+            return False
+        if lock is None:
+            return True
+        os.close(lock)
+        return False
+
+    @contextmanager
+    def address(self, name: str) -> Iterator[str]:
+        """A path of a socket that is short however long the state folder's is (a unix address holds 108 bytes)."""
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{handle}/{name}"
+        finally:
+            os.close(handle)
+
+    def listen(self, name: str) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with self.address(name) as address:
+            try:
+                os.unlink(self.path / name)
+            except FileNotFoundError:
+                pass
+            listener.bind(address)
+        listener.listen(64)
+        listener.setblocking(False)
+        return listener
+
+    def connect(self, name: str, timeout: float) -> socket.socket | None:
+        """Connect to a socket of this generation, or return None when nobody listens there."""
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        caller.settimeout(timeout)
+        try:
+            with self.address(name) as address:
+                caller.connect(address)
+        except OSError:  # gone, refused, or a queue that nobody empties: each way there is nobody to talk to
+            caller.close()
+            return None
+        return caller
+
+
+class JobState:
+    """What this node knows of one job."""
+
+    def __init__(self, state: Path, namespace: str, job: str) -> None:
+        self.state = state
+        self.namespace = namespace
+        self.job = job
+        self.path = state / "jobs" / hashlib.sha256(f"{namespace}/{job}".encode()).hexdigest()[:16]
+
+    @classmethod
+    def of(cls, state: Path, token: Token) -> JobState:
+        return cls(state, token.namespace, token.job)
+
+    def generation(self, order: Order) -> Generation:
+        return Generation(self.state, self.path, order)
+
+    def generations(self) -> list[Generation]:
+        """Every generation that has a folder here, oldest first."""
+        orders = []
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            submission, dash, number = entry.name.partition("-")
+            if dash and submission.isdigit() and number.isdigit():
+                orders.append((int(submission), int(number)))
+        return [self.generation(order) for order in sorted(orders)]
+
+    def highest(self, which: str) -> Order | None:
+        pair = (read_json(self.path / "highest.json") or {}).get(which)
+        return (pair[0], pair[1]) if pair else None
+
+    def reserve(self, which: str, order: Order) -> None:
+        """Write down what is about to be done, before it is."""
+        known = {name: self.highest(name) for name in ("prepared", "stopped")}
+        known[which] = max(order, known[which] or order)
+        write_json(self.path / "highest.json", {**known, "namespace": self.namespace, "job": self.job})
+
+    @contextmanager
+    def locked(self, patience: float) -> Iterator[None]:
+        """Hold the job's lock; raise TimeoutError when another command holds it for longer than `patience`."""
+        (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        deadline = time.monotonic() + patience
+        while True:
+            lock = try_lock(self.path / "lock")
+            if lock is not None:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another command holds {self.path / 'lock'}")
+            time.sleep(0.005)
+        try:
+            yield
+        finally:
+            os.close(lock)

@@ -1,0 +1,283 @@
+"""The supervisor of one generation: serves watchers and peers, reads progress and evidence.
+
+The keeper needs none of it. When the keeper dies it makes sure that no rank outlives it, says so in the
+journal, and stays to tell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+
+from agent import evidence, journal, processes
+from agent.faults import pass_by
+from agent.loop import Channel, Loop
+from agent.peers import Peers
+from agent.progress import RankProgress
+from agent.protocol import Json, Token, now
+from agent.state import Generation, JobState, boot_id
+
+PING = 2.0
+"""Seconds between signs of life to the keeper."""
+LOOK = 0.5
+"""Seconds between looks at progress while somebody watches: half of the second that heartbeats may be apart."""
+WATCHERS = 16
+"""The oldest goes when one more comes: it is the likeliest to be a zombie."""
+WATCHER_LIMIT = 16 * 1024 * 1024
+"""Bytes that wait for a watcher: every rank's error file and log tail at once."""
+KILLING = 0.9
+"""Seconds to see everything dead before saying that the keeper died: ranks are to be gone within one."""
+FAREWELL = 0.8
+"""Less than the keeper gives us."""
+
+
+class Watcher:
+    def __init__(self, channel: Channel, after_seq: int, heartbeat: float) -> None:
+        self.channel = channel
+        self.seq = after_seq
+        self.heartbeat = heartbeat
+        self.beat_at = 0.0
+        self.due_at = 0.0
+
+    @property
+    def slow(self) -> bool:
+        """Whether it has read nothing for three heartbeats although something waits for it."""
+        return self.channel.behind and now() > self.channel.written_at + max(1.0, 3 * self.heartbeat)
+
+
+def run(
+    generation: Generation,
+    token: Token,
+    order: Json,
+    listener: socket.socket,
+    peers: socket.socket,
+    link: int,
+    news: Json,
+) -> None:
+    """Be the supervisor. The process was forked from the keeper a moment ago."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    processes.set_name("relaunch-sup")
+    processes.close_all_but([listener.fileno(), peers.fileno(), link])
+    supervisor = Supervisor(generation, token, order, listener, peers, link)
+    supervisor.hear_keeper(news)
+    supervisor.run()
+
+
+class Supervisor:
+    def __init__(
+        self,
+        generation: Generation,
+        token: Token,
+        order: Json,
+        listener: socket.socket,
+        peers: socket.socket,
+        link: int,
+    ) -> None:
+        self.generation = generation
+        self.token = token
+        self.order = order
+        self.listener = listener
+        self.loop = Loop()
+        self.boot = boot_id(generation.state)
+        self.state = "prepared"
+        self.alive: list[int] = []
+        self.leased_until: float | None = None
+        self.ask_from: float | None = None
+        self.observations: list[Json] = []
+        self.watchers: list[Watcher] = []
+        self.connections: list[Channel] = []
+        self.progress: dict[int, RankProgress] = {}
+        self.pinged_at = self.looked_at = self.asked_at = 0.0
+        self.leave_at: float | None = None
+        self.loop.watch(listener.fileno(), lambda events: self._accept())
+        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, peers)
+        self.link = Channel(self.loop, link, self.hear_keeper, self._keeper_went)
+
+    def run(self) -> None:
+        while self.leave_at is None or now() < self.leave_at:
+            self.loop.turn(self._next_deadline())
+            self._tick()
+
+    # --- the keeper ---
+
+    def hear_keeper(self, told: Json) -> None:
+        if "start" in told:
+            self._begin(told["start"])
+        self.state = told["state"]
+        self.alive = sorted(int(rank) for rank in told["alive"])
+        self.leased_until = told["leased_until"]
+        self.ask_from = told["ask_from"]
+        self._send_news()
+        if self.state == "gone":
+            self._say_end()
+            self.leave_at = now() if not self.watchers else now() + FAREWELL
+
+    def _begin(self, order: Json) -> None:
+        self.peers.begin(order)
+        pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
+        self.progress = {rank: RankProgress(self.generation, rank, pattern) for rank in self.order["ranks"]}
+
+    def _keeper_went(self) -> None:
+        """Its end of the line closed: an orderly end was announced, anything else is its death."""
+        if self.state == "gone":
+            return
+        started = self.generation.started
+        if started is None or started.get("refused"):
+            self.leave_at = now()
+            return
+        left = self._kill_what_is_left()
+        self.observations = journal.read(self.generation.journal)
+        missing = set(self.order["ranks"]) - journal.exited(self.observations)
+        if missing:
+            because = f"the keeper died; the exits of ranks {sorted(missing)} are not known"
+            if left:
+                because += f"; processes {left} do not die"
+            record = journal.Journal(self.generation.journal)
+            record.append(("KeeperDied", {"because": because}))
+            record.close()
+        self.state, self.alive, self.ask_from = "gone", [], None
+        self._send_news()
+        self._say_end()
+        self.leave_at = now() + self.order["lease"]
+
+    def _kill_what_is_left(self) -> list[int]:
+        """Kill the ranks and all that they forked; return what would not die."""
+        groups = self.generation.groups
+        deadline = time.monotonic() + KILLING
+        while True:
+            left = processes.of_token(self.token.text, lambda rest: rest == "", str(self.generation.state), groups)
+            if not left or time.monotonic() > deadline:
+                return [process.pid for process in left]
+            for process in left:
+                processes.kill(process, signal.SIGKILL)
+            time.sleep(0.01)
+
+    # --- watchers ---
+
+    def _accept(self) -> None:
+        try:
+            caller, _ = self.listener.accept()
+        except OSError:  # it hung up before we came to it
+            return
+        channel = Channel(
+            self.loop,
+            caller.detach(),
+            lambda line: self._hear(channel, line),
+            lambda: self._forget(channel),
+            WATCHER_LIMIT,
+        )
+        self.connections.append(channel)
+        if len(self.connections) > WATCHERS:
+            self.connections[0].drop()
+
+    def _forget(self, channel: Channel) -> None:
+        self.connections.remove(channel)
+        left = [watcher for watcher in self.watchers if watcher.channel is not channel]
+        if len(left) != len(self.watchers):
+            self.watchers = left
+            self.link.send({"watchers": len(self.watchers)})
+            if self.state == "gone" and self.link.closed:
+                self.leave_at = now() + self.order["lease"]
+        if self.state == "gone" and not self.watchers and not self.link.closed:
+            self.leave_at = now()
+
+    def _hear(self, channel: Channel, line: Json) -> None:
+        if "watch" in line:
+            watcher = Watcher(channel, line["watch"]["after_seq"], line["watch"]["heartbeat"])
+            self.watchers.append(watcher)
+            self.link.send({"watchers": len(self.watchers)})
+            hello = {
+                "token": self.token.json,
+                "boot_id": self.boot,
+                "state": self.state,
+                "ranks": self.order["ranks"],
+                "stamp": now(),
+            }
+            channel.send({"hello": hello})
+            self._send_news()
+            if self.state == "gone":
+                self._say_end()
+            else:
+                self._look()
+                self._beat(watcher)
+        elif "renew" in line and isinstance(line["renew"], dict) and isinstance(line["renew"].get("stamp"), (int, float)):
+            self.link.send({"renew": line["renew"]["stamp"]})
+
+    def _send_news(self) -> None:
+        """Send what the journal has and each watcher has not."""
+        self.observations = journal.read(self.generation.journal)
+        for watcher in list(self.watchers):
+            for observation in self.observations[watcher.seq :]:
+                pass_by(self.generation.state, "supervisor.sending")
+                watcher.seq = observation["seq"]
+                watcher.channel.send({"observation": evidence.told(self.generation, observation)})
+
+    def _say_end(self) -> None:
+        for watcher in list(self.watchers):
+            watcher.channel.send({"end": {"seq": len(self.observations)}})
+            watcher.channel.finish()
+
+    def _beat(self, watcher: Watcher) -> None:
+        watcher.beat_at = now()
+        watcher.due_at = watcher.beat_at + watcher.heartbeat
+        if watcher.channel.behind:
+            return  # a heartbeat that waits in a queue would be stale when it is read
+        left = None if self.leased_until is None else round(max(0.0, self.leased_until - now()), 3)
+        reports = {str(rank): progress.report() for rank, progress in self.progress.items()}
+        reported = {rank: report for rank, report in reports.items() if report is not None}
+        watcher.channel.send({"heartbeat": {"stamp": now(), "alive": self.alive, "lease_left": left, "progress": reported}})
+
+    def _look(self) -> None:
+        """Read progress; where a step advanced, the next heartbeat comes within a second of the last."""
+        self.looked_at = now()
+        advanced = [progress.read() for progress in self.progress.values()]
+        if any(advanced):
+            for watcher in self.watchers:
+                watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
+
+    # --- time ---
+
+    def _next_deadline(self) -> float:
+        times = [self.pinged_at + PING]
+        if self.leave_at is not None:
+            times.append(self.leave_at)
+        if self.peers.busy:
+            times.append(now() + 0.2)
+        if self.ask_from is not None:
+            times.append(max(self.ask_from, self.asked_at + self._ask_every))
+        for watcher in self.watchers:
+            times.append(watcher.due_at)
+            if self.alive:
+                times.append(self.looked_at + LOOK)
+        return min(times)
+
+    @property
+    def _ask_every(self) -> float:
+        return min(1.0, float(self.order["fence_after"]) / 5)
+
+    def _tick(self) -> None:
+        if now() >= self.pinged_at + PING:
+            self.pinged_at = now()
+            self.link.send({"alive": True})
+        self.peers.expire()
+        if self.ask_from is not None and now() >= max(self.ask_from, self.asked_at + self._ask_every):
+            self.asked_at = now()
+            self.peers.ask(self._peer_answered)
+        if self.watchers and self.alive and now() >= self.looked_at + LOOK:
+            self._look()
+        for watcher in list(self.watchers):
+            if watcher.slow:
+                watcher.channel.drop()
+            elif now() >= watcher.due_at:
+                self._beat(watcher)
+
+    def _peer_answered(self, asked: float, superseded: str | None) -> None:
+        if superseded is not None:
+            self.link.send({"superseded": superseded})
+        else:
+            self.link.send({"peer_answered": asked})

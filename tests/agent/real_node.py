@@ -1,0 +1,274 @@
+"""A node for tests: the real zipapp as real processes, in a state folder of its own, with times scaled down."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+PATIENCE = 15.0
+"""Seconds before a test says that something does not happen: the machine may be busy."""
+TIMES: Json = {
+    "lease": 30.0,
+    "fence_after": 1.0,
+    "stop_grace": 1.0,
+    "stuck_after": 3.0,
+    "valid_for": 30.0,
+    "heartbeat": 0.2,
+}
+
+
+def eventually(what: Callable[[], Any], why: str = "it never happened", patience: float = PATIENCE) -> Any:
+    deadline = time.monotonic() + patience
+    while True:
+        found = what()
+        if found:
+            return found
+        assert time.monotonic() < deadline, why
+        time.sleep(0.01)
+
+
+def boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", code]
+
+
+def token(generation: int, submission: int = 1, job: str = "j") -> Json:
+    return {"namespace": "default", "job": job, "submission": submission, "generation": generation}
+
+
+class Stream:
+    """The lines of one command, as they come."""
+
+    def __init__(self, node: Node, number: int) -> None:
+        self.node = node
+        self.number = number
+        self.lines: queue.Queue[Json | None] = queue.Queue()
+        self.seen: list[Json] = []
+
+    def next(self, patience: float = PATIENCE) -> Json | None:
+        line = self.lines.get(timeout=patience)
+        if line is not None:
+            self.seen.append(line)
+        return line
+
+    def until(self, key: str, wanted: Callable[[Any], bool] = lambda value: True) -> Any:
+        """Read on to the first line of this kind, and return what it holds."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            line = self.next(max(0.01, deadline - time.monotonic()))
+            assert line is not None, f"it ended before a {key} came: {self.seen}"
+            if key in line and wanted(line[key]):
+                return line[key]
+
+    def observation(self, kind: str) -> Json:
+        found: Json = self.until("observation", lambda observation: observation["kind"] == kind)
+        return found
+
+    def rest(self) -> list[Json]:
+        lines = []
+        while (line := self.next()) is not None:
+            lines.append(line)
+        return lines
+
+    def renew(self, stamp: float | None = None) -> None:
+        self.node.send({"id": self.number, "send": {"renew": {"stamp": boottime() if stamp is None else stamp}}})
+
+    def close(self) -> None:
+        self.node.send({"id": self.number, "close": True})
+        self.rest()
+
+
+class Node:
+    def __init__(self, state: Path, agent: Path, interpreter: str = sys.executable) -> None:
+        self.state = state
+        self.agent = agent
+        self.interpreter = interpreter
+        self.streams: dict[int, Stream] = {}
+        self.hello: queue.Queue[Json] = queue.Queue()
+        self.number = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "RELAUNCH_AGENT_STATE": str(self.state)}
+
+    def session(self) -> subprocess.Popen[bytes]:
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [self.interpreter, "-S", str(self.agent), "session"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self.environment,
+            )
+            self.reader = threading.Thread(target=self._read, args=[self.process], daemon=True)
+            self.reader.start()
+        return self.process
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for text in process.stdout:
+            line = json.loads(text)
+            if "session" in line:
+                self.hello.put(line["session"])
+            elif line["id"] in self.streams:
+                self.streams[line["id"]].lines.put(None if "exit" in line else line["line"])
+        process.stdout.close()
+        for stream in list(self.streams.values()):
+            stream.lines.put(None)
+
+    def end_session(self) -> None:
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.session_broke()
+
+    def send(self, line: Json) -> None:
+        process = self.session()
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.flush()
+
+    def begin(self, command: str, /, **order: Any) -> Stream:
+        self.number += 1
+        stream = self.streams[self.number] = Stream(self, self.number)
+        self.send({"id": self.number, "command": command, "order": {"protocol": 1, **order}})
+        return stream
+
+    def order(self, command: str, /, **order: Any) -> Json | None:
+        """Give an order and return its answer, or None if none came."""
+        lines = self.begin(command, **order).rest()
+        return lines[-1] if lines else None
+
+    def prepare(self, generation: int = 1, ranks: list[int] | None = None, **more: Any) -> Json | None:
+        own = [0, 1] if ranks is None else ranks
+        given = {"token": token(generation), "address": "127.0.0.1", "ranks": own, **TIMES}
+        return self.order("prepare", **{**given, **more})
+
+    def start(self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any) -> Json | None:
+        given: Json = {
+            "token": token(generation),
+            "command": ["sleep", "1000"] if command is None else command,
+            "workdir": None,
+            "env": {},
+            "rank_env": [{} for _ in range(ranks)],
+            "peers": [],
+            "node": "n1",
+            "secret": "c0ffee",
+            "fences": True,
+            "log_pattern": None,
+        }
+        return self.order("start", **{**given, **more})
+
+    def run(self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any) -> dict[str, int]:
+        """Prepare and start, and return the pids by rank."""
+        times = {name: more.pop(name) for name in list(more) if name in TIMES}
+        prepared = self.prepare(generation, list(range(ranks)), **times)
+        assert prepared is not None
+        assert prepared["outcome"] == "done", prepared
+        started = self.start(generation, command, ranks, **more)
+        assert started is not None
+        assert started["outcome"] == "done", started
+        pids: dict[str, int] = started["pids"]
+        return pids
+
+    def watch(self, generation: int = 1, after_seq: int = 0, heartbeat: float = 0.2) -> Stream:
+        return self.begin("watch", token=token(generation), after_seq=after_seq, heartbeat=heartbeat)
+
+    def stop(self, generation: int = 1, **more: Any) -> Json | None:
+        return self.order("stop", **{"token": token(generation), "stop_grace": 1.0, "stuck_after": 3.0, **more})
+
+    def folder(self, generation: int = 1, submission: int = 1) -> Path:
+        jobs = list((self.state / "jobs").iterdir())
+        assert len(jobs) == 1
+        return jobs[0] / f"{submission}-{generation}"
+
+    def pid(self, of: str, generation: int = 1) -> int:
+        record: Json = json.loads((self.folder(generation) / f"{of}.json").read_text())
+        return int(record["pid"])
+
+    def log(self, rank: int = 0, generation: int = 1) -> str:
+        path = self.folder(generation) / "logs" / f"rank_{rank}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def journal(self, generation: int = 1) -> list[Json]:
+        return [json.loads(line) for line in (self.folder(generation) / "journal.jsonl").read_text().splitlines()]
+
+    def set_failpoint(self, name: str) -> Path:
+        folder = self.state / "failpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+        return folder / name
+
+    def cut(self, *ways: str) -> None:
+        """Cut the node off in these ways, or in none."""
+        partial = self.state / ".cut"
+        partial.write_text("\n".join(ways))
+        partial.replace(self.state / "cut")
+
+    def processes(self) -> list[int]:
+        """Everything alive of this node: ranks and what they forked, keepers and supervisors."""
+        mark = f"={self.state}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    marked = mark in (entry / "environ").read_bytes()
+                except OSError:
+                    continue
+                if marked and alive(int(entry.name)):
+                    found.append(int(entry.name))
+        return found
+
+    def session_broke(self) -> None:
+        """Wait for the session's own end; the next order opens another."""
+        process = self.session()
+        process.wait(PATIENCE)
+        self.reader.join()  # it ends the streams of this session, not those of the next
+        assert process.stdin is not None
+        process.stdin.close()
+        self.process = None
+
+    def commands(self) -> list[int]:
+        """The commands that the session has under way."""
+        parents = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+        return [pid for pid, parent in parents.items() if parent == self.session().pid]
+
+    def kill_everything(self) -> None:
+        def none_left() -> bool:
+            for pid in self.processes():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            return not self.processes()
+
+        eventually(none_left)
+        if self.process is not None:
+            self.session_broke()

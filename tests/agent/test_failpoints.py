@@ -1,0 +1,93 @@
+"""Killed between any two steps: the same orders again converge, and every rank is started exactly once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from real_node import Node, alive, eventually
+
+COUNTED = ["sh", "-c", 'echo x >> "$COUNT/$R"; exec sleep 1000']
+
+
+def launch(node: Node, generation: int, count: Path) -> list[str]:
+    """Give both orders until they are answered, as a controller does; return the outcomes."""
+    outcomes = []
+    for order in ("prepare", "start"):
+        for _ in range(3):
+            if order == "prepare":
+                answer = node.prepare(generation)
+            else:
+                own = [{"R": f"{generation}-0"}, {"R": f"{generation}-1"}]
+                answer = node.start(generation, COUNTED, env={"COUNT": str(count)}, rank_env=own)
+            outcomes.append("silent" if answer is None else answer.get("why", answer["outcome"]))
+            if answer is not None:
+                break
+    return outcomes
+
+
+@pytest.mark.parametrize("name", ["prepare.reserved", "prepare.stopped", "prepare.forked"])
+def test_prepare_again_after_it_was_killed(node: Node, tmp_path: Path, name: str) -> None:
+    old = node.run(1)
+    failpoint = node.set_failpoint(name)
+    assert launch(node, 2, tmp_path) == ["silent", "done", "done"]
+    assert not failpoint.exists()
+    assert not any(map(alive, old.values()))
+    eventually(lambda: all((tmp_path / f"2-{rank}").exists() for rank in (0, 1)))
+    assert [(tmp_path / f"2-{rank}").read_text() for rank in (0, 1)] == ["x\n", "x\n"]
+
+
+def test_a_keeper_killed_on_receiving_the_start_can_be_prepared_again(node: Node, tmp_path: Path) -> None:
+    node.set_failpoint("start.received")
+    assert launch(node, 1, tmp_path) == ["done", "silent", "not_prepared"]
+    assert launch(node, 1, tmp_path) == ["done", "done"]
+    eventually(lambda: all((tmp_path / f"1-{rank}").exists() for rank in (0, 1)))
+    assert [(tmp_path / f"1-{rank}").read_text() for rank in (0, 1)] == ["x\n", "x\n"]
+
+
+@pytest.mark.parametrize(("name", "then"), [("start.forking", "cannot_start"), ("start.forked", "done")])
+def test_a_keeper_killed_while_forking_leaves_no_rank_and_is_not_launched_again(node: Node, tmp_path: Path, name: str, then: str) -> None:
+    node.set_failpoint(name)
+    assert launch(node, 1, tmp_path) == ["done", "silent", then]
+    watch = node.watch()
+    assert watch.observation("KeeperDied")["seq"] == 1
+    assert "end" in watch.rest()[-1]
+    refused = node.prepare(1)
+    assert refused is not None
+    assert refused["why"] == "not_above"
+    assert launch(node, 2, tmp_path) == ["done", "done"]
+    eventually(lambda: all((tmp_path / f"2-{rank}").exists() for rank in (0, 1)))
+    for counted in tmp_path.glob("[12]-[01]"):
+        assert counted.read_text() == "x\n"
+
+
+@pytest.mark.parametrize(("name", "exits"), [("keeper.reaped", 0), ("keeper.journaled", 1)])
+def test_a_keeper_killed_with_an_exit_in_hand(node: Node, name: str, exits: int) -> None:
+    pids = node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0.2"}, {"S": "1000"}])
+    node.set_failpoint(name)
+    watch = node.watch()
+    kinds = [line["observation"]["kind"] for line in watch.rest() if "observation" in line]
+    assert kinds == ["RankExited"] * exits + ["KeeperDied"]
+    eventually(lambda: not any(map(alive, pids.values())))
+
+
+@pytest.mark.parametrize("name", ["stop.reserved", "stop.killed"])
+def test_stop_again_after_it_was_killed(node: Node, name: str) -> None:
+    pids = node.run(1)
+    node.set_failpoint(name)
+    assert node.stop() is None
+    refused = node.prepare(1)
+    assert refused is not None
+    assert refused["why"] == "stopped"
+    answer = node.stop()
+    assert answer is not None
+    assert answer["outcome"] == "done"
+    assert not any(map(alive, pids.values()))
+
+
+def test_a_supervisor_killed_while_sending_loses_no_observation(node: Node) -> None:
+    node.run(1, ["sh", "-c", "exit $R"], rank_env=[{"R": "3"}, {"R": "4"}])
+    eventually(lambda: len(node.journal()) == 2)
+    node.set_failpoint("supervisor.sending")
+    watch = node.watch()
+    assert [watch.observation("RankExited")["seq"] for _ in range(2)] == [1, 2]

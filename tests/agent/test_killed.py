@@ -1,0 +1,213 @@
+"""Whatever single process is killed with -9: ranks go on with their exits still known, or are dead within a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from real_node import Node, alive, eventually, python, token
+
+STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+AWAY = """import subprocess, time
+subprocess.Popen(['setsid', 'setsid', 'sleep', '1000'])
+print('up', flush=True)
+time.sleep(1000)"""
+
+
+def test_a_killed_rank_is_reported_and_takes_the_others_along(node: Node) -> None:
+    pids = node.run(1)
+    watch = node.watch()
+    watch.until("heartbeat")
+    os.kill(pids["1"], signal.SIGKILL)
+    first = watch.observation("RankExited")
+    second = watch.observation("RankExited")
+    assert (first["rank"], first["signal"], first["exit_code"], first["stopped"]) == (1, 9, None, False)
+    assert (second["rank"], second["signal"], second["stopped"], second["log_tail"]) == (0, 15, True, [])
+    assert [first["seq"], second["seq"]] == [1, 2]
+    eventually(lambda: watch.until("heartbeat")["alive"] == [])
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(node: Node) -> None:
+    pids = node.run(
+        1,
+        ["sh", "-c", 'if [ "$R" = 0 ]; then exec "$@"; fi; sleep 1000', "sh", *python(STUBBORN)],
+        rank_env=[{"R": "0"}, {"R": "1"}],
+        stop_grace=0.3,
+    )
+    eventually(lambda: "up" in node.log())
+    began = time.monotonic()
+    os.kill(pids["1"], signal.SIGKILL)
+    watch = node.watch()
+    assert watch.observation("RankExited")["rank"] == 1
+    assert watch.observation("RankExited")["signal"] == 9
+    assert time.monotonic() - began >= 0.3
+
+
+def test_a_rank_that_ends_well_leaves_the_others_running(node: Node) -> None:
+    pids = node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
+    watch = node.watch()
+    seen = watch.observation("RankExited")
+    assert (seen["rank"], seen["exit_code"], seen["signal"]) == (0, 0, None)
+    eventually(lambda: watch.until("heartbeat")["alive"] == [1])
+    assert alive(pids["1"])
+
+
+def test_exit_codes_are_told_apart_from_signals(node: Node) -> None:
+    node.run(1, ["sh", "-c", "exit 93"], ranks=1)
+    seen = node.watch().observation("RankExited")
+    assert (seen["exit_code"], seen["signal"], seen["stopped"]) == (93, None, False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_supervisor_is_replaced_and_nothing_else_changes(node: Node, number: int) -> None:
+    pids = node.run(1)
+    watch = node.watch()
+    watch.until("heartbeat")
+    old = node.pid("supervisor")
+    os.kill(old, number)
+    eventually(lambda: node.pid("supervisor") != old)
+    hellos = [line for line in watch.seen if "hello" in line]
+    assert watch.until("heartbeat")["alive"] == [0, 1]
+    assert len(hellos) == 1
+    watch.renew()
+    os.kill(pids["0"], signal.SIGKILL)
+    assert watch.observation("RankExited")["rank"] == 0
+    assert watch.observation("RankExited")["rank"] == 1
+
+
+def test_a_killed_keeper_takes_its_ranks_and_their_children_along(node: Node) -> None:
+    node.run(1, python(AWAY))
+    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    watch = node.watch()
+    watch.until("heartbeat")
+    keeper, others = node.pid("keeper"), set(node.processes())
+    began = time.monotonic()
+    os.kill(keeper, signal.SIGKILL)
+    keepers = {keeper, node.pid("supervisor"), node.session().pid}
+    own = {pid for pid in others - keepers if b"RELAUNCH_TOKEN" in _environment(pid)}
+    eventually(lambda: not any(map(alive, own)))
+    assert time.monotonic() - began < 2
+    because = watch.observation("KeeperDied")["because"]
+    assert "[0, 1]" in because
+    assert "end" in watch.rest()[-1]
+    again = node.watch()
+    assert again.until("hello")["state"] == "gone"
+    assert [line["observation"]["kind"] for line in again.rest() if "observation" in line] == ["KeeperDied"]
+    answer = node.prepare(2)
+    assert answer is not None
+    assert answer["outcome"] == "done"
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def test_keeper_and_supervisor_killed_together_leave_no_rank_and_an_honest_journal(node: Node) -> None:
+    pids = node.run(1)
+    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
+    os.kill(supervisor, signal.SIGSTOP)
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    eventually(lambda: not any(map(alive, pids.values())))
+    for _ in range(2):
+        lines = node.watch().rest()
+        assert [next(iter(line)) for line in lines] == ["hello", "observation", "end"]
+        assert lines[1]["observation"]["kind"] == "RanksVanished"
+        assert lines[1]["observation"]["rebooted"] is False
+
+
+def test_a_killed_session_changes_nothing(node: Node) -> None:
+    pids = node.run(1)
+    node.watch().until("heartbeat")
+    node.session().kill()
+    node.session_broke()
+    assert node.watch().until("heartbeat")["alive"] == [0, 1]
+    assert all(map(alive, pids.values()))
+
+
+def test_an_order_under_way_is_finished_when_the_connection_ends(node: Node) -> None:
+    node.run(1, python(STUBBORN))
+    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    node.begin("stop", token=token(1), stop_grace=0.5, stuck_after=3.0)
+    node.watch()
+    node.end_session()
+    assert node.processes() == []
+    assert json.loads((node.folder().parent / "highest.json").read_text())["stopped"] == [1, 1]
+
+
+def test_a_reboot_is_told_from_the_boot_id(node: Node) -> None:
+    node.run(1)
+    node.prepare(2)
+    node.start(2)
+    node.kill_everything()
+    (node.state / "boot_id").write_text("second")
+    lines = node.watch(2).rest()
+    assert lines[0]["hello"]["state"] == "gone"
+    assert lines[0]["hello"]["boot_id"].endswith("second")
+    seen = lines[1]["observation"]
+    assert (seen["kind"], seen["rebooted"]) == ("RanksVanished", True)
+    assert "rebooted" in seen["because"]
+    assert node.stop(2) == {"outcome": "done", "stopped": []}
+    answer = node.prepare(3)
+    assert answer is not None
+    assert answer["outcome"] == "done"
+
+
+@pytest.mark.parametrize("frozen", ["keeper", "supervisor", "rank"])
+def test_what_is_frozen_can_still_be_stopped(node: Node, frozen: str) -> None:
+    pids = node.run(1)
+    os.kill(pids["0"] if frozen == "rank" else node.pid(frozen), signal.SIGSTOP)
+    answer = node.stop()
+    assert answer == {"outcome": "done", "stopped": [[1, 1]]}
+    eventually(lambda: len(node.processes()) == 1)
+
+
+def test_a_process_that_left_its_session_is_found_by_its_token(node: Node) -> None:
+    pids = node.run(1, python(AWAY), ranks=1)
+    eventually(lambda: "up" in node.log())
+    os.kill(node.pid("supervisor"), signal.SIGKILL)
+    os.kill(node.pid("keeper"), signal.SIGKILL)
+    eventually(lambda: not alive(pids["0"]))
+    answer = node.stop()
+    assert answer is not None
+    assert answer["outcome"] == "done"
+    eventually(lambda: len(node.processes()) == 1)
+
+
+def test_children_of_a_failed_rank_are_ended(node: Node) -> None:
+    workers = """import subprocess, sys
+subprocess.Popen(['sleep', '1000'])
+subprocess.Popen(['setsid', 'sleep', '1000'])
+sys.exit(1)"""
+    node.run(1, python(workers), ranks=1)
+    assert node.watch().observation("RankExited")["exit_code"] == 1
+    eventually(lambda: len([pid for pid in node.processes() if b"RELAUNCH_TOKEN" in _environment(pid)]) == 0)
+
+
+def test_a_pid_that_was_given_to_another_is_left_alone(node: Node) -> None:
+    node.run(1, ["true"], lease=0.2)
+    eventually(lambda: not alive(node.pid("keeper")))
+    bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    try:
+        for name in ("keeper", "supervisor"):
+            record = json.loads((node.folder() / f"{name}.json").read_text())
+            (node.folder() / f"{name}.json").write_text(json.dumps({**record, "pid": bystander.pid}))
+        launch = json.loads((node.folder() / "started.json").read_text())
+        launch["pids"] = {rank: [bystander.pid, started] for rank, (_, started) in launch["pids"].items()}
+        (node.folder() / "started.json").write_text(json.dumps(launch))
+        assert node.stop() == {"outcome": "done", "stopped": []}
+        listed = node.order("list")
+        assert listed is not None
+        assert not any(rank["alive"] for rank in listed["jobs"][0]["generations"][0]["ranks"])
+        assert alive(bystander.pid)
+    finally:
+        bystander.kill()
+        bystander.wait()

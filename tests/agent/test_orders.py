@@ -1,0 +1,252 @@
+"""The two rounds of a launch, stop, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_node import Node, alive, eventually, python, token
+
+OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
+
+
+def why(answer: Any) -> str:
+    assert answer is not None
+    return f"{answer['outcome']} {answer.get('why', '')}".strip()
+
+
+def test_two_rounds_start_every_rank_once_and_repeats_answer_the_same(node: Node) -> None:
+    prepared = node.prepare()
+    assert prepared is not None
+    assert prepared["outcome"] == "done"
+    assert prepared["stopped"] == []
+    assert prepared["master_port"] != prepared["peer_port"]
+    assert prepared == node.prepare()
+    started = node.start()
+    assert started is not None
+    assert started["already"] is False
+    assert set(started["pids"]) == {"0", "1"}
+    assert all(map(alive, started["pids"].values()))
+    assert node.start() == {**started, "already": True}
+    assert node.prepare() == prepared
+    assert node.stop() == {"outcome": "done", "stopped": [[1, 1]]}
+    assert not any(map(alive, started["pids"].values()))
+    assert node.stop() == {"outcome": "done", "stopped": []}
+
+
+def test_a_higher_generation_takes_the_place_of_a_lower_one(node: Node) -> None:
+    pids = node.run(1)
+    prepared = node.prepare(2)
+    assert prepared is not None
+    assert prepared["stopped"] == [[1, 1]]
+    assert not any(map(alive, pids.values()))
+    refused = node.prepare(1)
+    assert refused is not None
+    assert (refused["why"], refused["highest"]) == ("not_above", [1, 2])
+    assert why(node.start(1)) == "refused not_above"
+    assert why(node.order("start", **start_order(token(3)))) == "refused not_prepared"
+
+
+def start_order(of: dict[str, Any], **more: Any) -> dict[str, Any]:
+    order: dict[str, Any] = {"token": of, "command": ["true"], "workdir": None, "env": {}, "rank_env": [{}, {}]}
+    return {**order, "peers": [], "node": "n1", "secret": "ab", "fences": True, "log_pattern": None, **more}
+
+
+def test_a_later_submission_is_above_every_generation_of_an_earlier_one(node: Node) -> None:
+    node.run(7)
+    assert why(node.prepare(1, token=token(1, submission=2))) == "done"
+    assert why(node.prepare(8)) == "refused not_above"
+
+
+def test_jobs_do_not_touch_each_other(node: Node) -> None:
+    first = node.run(1)
+    assert why(node.prepare(1, token=token(9, job="other"))) == "done"
+    assert why(node.stop(1, token=token(9, job="other"))) == "done"
+    assert all(map(alive, first.values()))
+
+
+def test_stop_forbids_for_ever_and_everything_below(node: Node) -> None:
+    assert node.stop(5) == {"outcome": "done", "stopped": []}
+    for generation in (4, 5):
+        assert why(node.prepare(generation)) == "refused stopped"
+        assert why(node.start(generation)) == "refused stopped"
+    assert why(node.prepare(6)) == "done"
+    assert why(node.stop(2)) == "done"
+    assert why(node.start(6)) == "done"
+
+
+def test_a_generation_is_launched_once(node: Node) -> None:
+    pids = node.run(1, ["true"], lease=0.3)
+    keeper = node.pid("keeper")
+    eventually(lambda: not alive(keeper), "a keeper that nobody wants any more stays")
+    assert why(node.prepare(1)) == "refused not_above"
+    started = node.start(1)
+    assert started == {"outcome": "done", "pids": pids, "already": True}
+
+
+def test_a_prepared_generation_expires_and_may_be_prepared_again(node: Node) -> None:
+    node.prepare(1, valid_for=0.2)
+    keeper = node.pid("keeper")
+    eventually(lambda: not alive(keeper))
+    assert why(node.start(1)) == "refused expired"
+    assert why(node.prepare(1)) == "done"
+    assert why(node.start(1)) == "done"
+
+
+def test_a_keeper_that_died_before_the_start_is_not_prepared(node: Node) -> None:
+    node.prepare(1)
+    os.kill(node.pid("keeper"), signal.SIGKILL)
+    eventually(lambda: not alive(node.pid("keeper")))
+    assert why(node.start(1)) == "refused not_prepared"
+    assert why(node.prepare(1)) == "done"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"command": ["no-such-program"]}, "command_not_found"),
+        ({"command": ["./no-such-program"]}, "command_not_found"),
+        ({"workdir": "/no/such/folder"}, "workdir_missing"),
+        ({"workdir": "/etc/passwd"}, "workdir_missing"),
+        ({"command": ["/etc/passwd"]}, "cannot_start"),
+        ({"rank_env": [{}, {"PATH": "/nowhere"}]}, "command_not_found"),
+    ],
+)
+def test_ranks_that_cannot_start_are_refused_by_name(node: Node, more: dict[str, Any], expected: str) -> None:
+    node.prepare()
+    answer = node.start(**{"command": ["sleep", "1000"], **more})
+    assert why(answer) == f"refused {expected}"
+    assert node.start(**{"command": ["sleep", "1000"], **more}) == answer
+    keeper = node.pid("keeper")
+    eventually(lambda: not alive(keeper))
+    assert len(node.processes()) == 1  # the session
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ({"protocol": 2}, "protocol"),
+        ({"protocol": None}, "protocol"),
+        ({"token": None}, "bad_order"),
+        ({"token": {**token(1), "generation": -1}}, "bad_order"),
+        ({"token": {**token(1), "job": "a/b"}}, "bad_order"),
+        ({"token": {**token(1), "submission": True}}, "bad_order"),
+        ({"ranks": []}, "bad_order"),
+        ({"ranks": [0, 0]}, "bad_order"),
+        ({"ranks": ["0"]}, "bad_order"),
+        ({"lease": 0}, "bad_order"),
+        ({"lease": "60"}, "bad_order"),
+        ({"address": "192.0.2.77"}, "cannot_start"),
+    ],
+)
+def test_bad_orders_are_refused_with_a_sentence(node: Node, order: dict[str, Any], expected: str) -> None:
+    answer = node.prepare(1, **order)
+    assert why(answer) == f"refused {expected}"
+    assert answer is not None
+    assert len(answer["because"]) > 10
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"command": []},
+        {"command": "train.py"},
+        {"env": {"A": 1}},
+        {"rank_env": [{}]},
+        {"secret": "xyz"},
+        {"log_pattern": "step ("},
+        {"log_pattern": "step"},
+        {"peers": [{"node": "n2"}]},
+        {"fences": "yes"},
+    ],
+)
+def test_bad_start_orders_leave_the_generation_prepared(node: Node, more: dict[str, Any]) -> None:
+    node.prepare()
+    assert why(node.start(**more)) == "refused bad_order"
+    assert why(node.start()) == "done"
+
+
+def test_noise_on_a_session_is_answered_and_does_not_end_it(node: Node) -> None:
+    process = node.session()
+    assert process.stdin is not None
+    process.stdin.write(b"not json\n[1]\n")
+    process.stdin.flush()
+    assert why(node.order("dance")) == "refused bad_order"
+    assert why(node.order("list")) == "done"
+
+
+def test_one_command_a_process_answers_on_python_3_8(node: Node) -> None:
+    interpreter = str(OLD_PYTHON) if OLD_PYTHON.exists() else sys.executable
+    call = [interpreter, str(node.agent), "list"]
+    for given, expected in ((b'{"protocol":\n1}', "done"), (b"nonsense", "refused"), (b"", "refused")):
+        done = subprocess.run(call, input=given, capture_output=True, env=node.environment, timeout=20)
+        assert (done.returncode, json.loads(done.stdout)["outcome"]) == (0, expected)
+
+
+@pytest.mark.skipif(not OLD_PYTHON.exists(), reason="no Python 3.8 here")
+def test_a_whole_life_on_python_3_8(make_node: Any) -> None:
+    node = make_node("old", interpreter=str(OLD_PYTHON))
+    pids = node.run(1)
+    watch = node.watch()
+    os.kill(pids["1"], signal.SIGKILL)
+    assert watch.observation("RankExited")["signal"] == 9
+    assert why(node.stop()) == "done"
+
+
+def test_a_state_folder_of_somebody_else_is_refused(node: Node) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(node.state, 65534, 65534)
+    call = [sys.executable, str(node.agent), "list"]
+    done = subprocess.run(call, input=b'{"protocol":1}', capture_output=True, env=node.environment, timeout=20)
+    assert json.loads(done.stdout)["why"] == "cannot_start"
+
+
+def test_only_the_newest_ten_generations_keep_their_folders(node: Node) -> None:
+    for generation in range(1, 13):
+        node.prepare(generation)
+    assert sorted(int(path.name[2:]) for path in node.folder().parent.glob("1-*")) == list(range(3, 13))
+
+
+def test_a_state_path_longer_than_a_socket_address_works(make_node: Any) -> None:
+    node = make_node("/".join(["deep" * 10] * 4))
+    assert len(str(node.state)) > 108
+    node.run(1)
+    assert node.watch().until("hello")["state"] == "running"
+    assert why(node.stop()) == "done"
+    shutil.rmtree(node.state / "jobs")
+
+
+def test_the_environment_of_a_rank(node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
+    monkeypatch.setenv("RELAUNCH_SECRET", "of the session")
+    monkeypatch.setenv("KEPT", "from the session")
+    code = "import json,os; print(json.dumps([dict(os.environ), os.getcwd(), os.getsid(0) == os.getpid()]))"
+    own = [{"RANK": "0"}, {"RANK": "1", "BOTH": "own"}]
+    node.run(1, python(code), env={"BOTH": "common"}, rank_env=own, workdir=str(tmp_path))
+    eventually(lambda: node.log(0).endswith("\n") and node.log(1).endswith("\n"))
+    first, second = json.loads(node.log(0)), json.loads(node.log(1))
+    environment = second[0]
+    assert (first[0]["RANK"], first[0]["BOTH"], environment["RANK"], environment["BOTH"]) == ("0", "common", "1", "own")
+    assert environment["KEPT"] == "from the session"
+    assert "RELAUNCH_SECRET" not in environment
+    assert "TORCHELASTIC_RUN_ID" not in environment
+    assert environment["RELAUNCH_TOKEN"] == "default/j/1/1"
+    assert environment["RELAUNCH_NODE_STATE"] == str(node.state)
+    assert environment["TORCHELASTIC_ERROR_FILE"] == str(node.folder() / "errors/rank_1.json")
+    assert environment["RELAUNCH_PROGRESS_FILE"] == str(node.folder() / "progress/rank_1")
+    assert second[1:] == [str(tmp_path), True]
+
+
+def test_a_rank_starts_with_default_signals_and_no_stray_descriptors(node: Node) -> None:
+    node.run(1, ["sh", "-c", "ls -l /proc/self/fd; grep -E 'Sig(Ign|Blk)' /proc/self/status"], ranks=1)
+    eventually(lambda: "SigIgn" in node.log())
+    assert node.log().count("->") == 4  # three, and the listing's own
+    assert node.log().count("0000000000000000") == 2

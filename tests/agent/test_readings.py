@@ -1,0 +1,110 @@
+"""Readings of files that ranks write, torn or whole: a value, or unreadable with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from real_node import eventually
+
+from agent import evidence, journal
+from agent.progress import RankProgress, Unreadable, parse_file
+from agent.state import Generation
+from backends.artifact import build_agent
+
+
+@pytest.fixture
+def generation(tmp_path: Path) -> Generation:
+    made = Generation(tmp_path, tmp_path, (1, 1))
+    made.make()
+    return made
+
+
+@pytest.mark.parametrize(("text", "step"), [("12", 12), (" 12\n", 12), ("12.0", 12), ('{"step": 3, "on": true, "s": "x"}', 3), ("0", 0)])
+def test_steps(text: str, step: int) -> None:
+    assert parse_file(text) == {"step": step, "values": {}, "phase": None}
+
+
+@pytest.mark.parametrize("text", ["", "twelve", "{", "[]", "null", "true", "-1", "1.5", "NaN", "{}", '{"step": "1"}', "[" * 99999])
+def test_what_is_not_a_step(text: str) -> None:
+    with pytest.raises(Unreadable):
+        parse_file(text)
+
+
+def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_believed(generation: Generation) -> None:
+    progress = RankProgress(generation, 0, None)
+    assert progress.read() is False
+    assert progress.report() is None
+    generation.progress(0).write_text("1234")
+    assert progress.read() is True
+    for torn in ("", "12"):
+        generation.progress(0).write_text(torn)
+        assert progress.read() is False
+        report = progress.report()
+        assert report is not None
+        assert report["step"] == 1234
+    progress.read()
+    assert (progress.report() or {})["step"] == 12  # said twice: it did go back
+    generation.progress(0).write_text('{"step"')
+
+    def unreadable() -> bool:
+        progress.read()
+        return "unreadable" in (progress.report() or {})
+
+    eventually(unreadable)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"message": {"message": "E", "errorCode": 1, "extraInfo": {"py_callstack": "", "timestamp": "1"}}},
+        {"message": "Signal 9 (SIGKILL) received by PID 4242", "timestamp": 1785571200},
+    ],
+)
+def test_error_files_in_both_forms(generation: Generation, error: object) -> None:
+    generation.error(0).write_text(json.dumps(error))
+    assert evidence.read_error(generation.error(0)) == error
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'"text"', b"{}", b"\xff\xfe", b"x" * 300000])
+def test_error_files_that_say_nothing(generation: Generation, text: bytes) -> None:
+    assert evidence.read_error(generation.error(0)) is None
+    generation.error(0).write_bytes(text)
+    assert list(evidence.read_error(generation.error(0)) or {}) == ["unreadable"]
+
+
+def test_the_end_of_a_log_is_bounded(generation: Generation) -> None:
+    generation.log(0).write_text("".join(f"{number} {'x' * 1000}\n" for number in range(100)))
+    found = evidence.tail(generation.log(0))
+    assert found[-1].startswith("99 ")
+    assert sum(map(len, found)) <= 8192
+    assert all(line[0].isdigit() for line in found)
+    generation.log(0).write_text("y" * 20000)
+    assert evidence.tail(generation.log(0)) == ["y" * 8192]
+    assert evidence.tail(generation.log(1)) == []
+
+
+def test_a_torn_journal_goes_on_after_its_last_whole_line(generation: Generation) -> None:
+    record = journal.Journal(generation.journal)
+    record.append(("Stopped", {"because": "a"}), ("Stopped", {"because": "b"}))
+    record.close()
+    with open(generation.journal, "ab") as file:
+        file.write(b'{"seq":3,"ki')
+    assert [seen["seq"] for seen in journal.read(generation.journal)] == [1, 2]
+    record = journal.Journal(generation.journal)
+    record.append(("Fenced", {"why": "isolated", "because": "c"}))
+    record.close()
+    assert [(seen["seq"], seen["kind"]) for seen in journal.read(generation.journal)][2:] == [(3, "Fenced")]
+
+
+def test_the_artifact_is_named_after_what_is_in_it(tmp_path: Path) -> None:
+    first = build_agent(tmp_path / "a")
+    second = build_agent(tmp_path / "b")
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+    before = first.stat()
+    assert build_agent(tmp_path / "a") == first
+    assert first.stat().st_mtime_ns == before.st_mtime_ns
+    first.write_bytes(b"torn")
+    assert build_agent(tmp_path / "a").read_bytes() == second.read_bytes()

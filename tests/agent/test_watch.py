@@ -1,0 +1,189 @@
+"""Watching: what is told, when, to how many at once, and where it goes on after a break."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from real_node import Node, alive, eventually, python, token
+
+REPORT = (
+    "import os,sys,time\n"
+    "path = os.environ['RELAUNCH_PROGRESS_FILE']\n"
+    "def report(text):\n"
+    "    open(path + '.new', 'w').write(text); os.replace(path + '.new', path)\n"
+)
+
+
+def test_a_generation_that_was_never_here(node: Node) -> None:
+    answer = node.order("watch", token=token(1), after_seq=0, heartbeat=1.0)
+    assert answer is not None
+    assert answer["why"] == "no_such_generation"
+    answer = node.order("logs", token=token(1))
+    assert answer is not None
+    assert answer["why"] == "no_such_generation"
+
+
+def test_states_from_prepared_to_gone(node: Node) -> None:
+    node.prepare(1)
+    watch = node.watch()
+    hello = watch.until("hello")
+    assert (hello["state"], hello["ranks"], hello["token"]) == ("prepared", [0, 1], token(1))
+    assert watch.until("heartbeat")["lease_left"] is None
+    node.start(1)
+    assert 25 < watch.until("heartbeat", lambda beat: beat["lease_left"] is not None)["lease_left"] <= 30
+    assert node.watch().until("hello")["state"] == "running"
+    node.stop()
+    lines = watch.rest()
+    kinds = [line["observation"]["kind"] for line in lines if "observation" in line]
+    assert kinds == ["Stopped", "RankExited", "RankExited"]
+    assert all(line["observation"]["stopped"] for line in lines if line.get("observation", {}).get("kind") == "RankExited")
+    assert "end" in lines[-1]
+    assert node.watch().until("hello")["state"] == "gone"
+
+
+def test_a_watcher_goes_on_after_what_it_acknowledged(node: Node) -> None:
+    node.run(1, ["sh", "-c", "exit 1"], ranks=3, rank_env=[{}, {}, {}])
+    eventually(lambda: len(node.journal()) == 3)
+    for after in range(4):
+        watch = node.watch(after_seq=after)
+        watch.until("heartbeat")
+        seen = [line["observation"]["seq"] for line in watch.seen if "observation" in line]
+        assert seen == list(range(after + 1, 4))
+        watch.close()
+    node.stop()
+    assert [line["observation"]["seq"] for line in node.watch(after_seq=2).rest() if "observation" in line] == [3]
+
+
+def test_two_watchers_see_the_same(node: Node) -> None:
+    pids = node.run(1)
+    watches = [node.watch(), node.watch()]
+    for watch in watches:
+        watch.until("heartbeat")
+    os.kill(pids["0"], signal.SIGKILL)
+    assert watches[0].observation("RankExited") == watches[1].observation("RankExited")
+
+
+def test_a_watcher_that_does_not_read_holds_up_nobody(node: Node) -> None:
+    tail = """import os, sys, time
+print('x' * 200, flush=True)
+open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{"message":"' + 'y' * 200000 + '"}')
+time.sleep(float(sys.argv[1]))
+sys.exit(1)"""
+    frozen = subprocess.Popen(
+        [sys.executable, str(node.agent), "watch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=node.environment
+    )
+    assert frozen.stdin is not None
+    assert frozen.stdout is not None
+    node.run(1, ["sh", "-c", 'exec "$@" $S', "sh", *python(tail)], ranks=4, rank_env=[{"S": "1"}] * 4)
+    order = {"protocol": 1, "token": token(1), "after_seq": 0, "heartbeat": 0.2}
+    frozen.stdin.write(json.dumps(order).encode() + b"\n")
+    frozen.stdin.flush()
+    assert b"hello" in frozen.stdout.readline()
+    watch = node.watch()
+    assert sorted(watch.observation("RankExited")["rank"] for _ in range(4)) == [0, 1, 2, 3]
+    supervisor = node.pid("supervisor")
+    for _ in range(8):
+        watch.until("heartbeat")
+    assert node.pid("supervisor") == supervisor
+    assert alive(supervisor)
+    found = b"".join(frozen.stdout.readline() for _ in range(12))
+    assert found.count(b'"seq"') == 4  # it reads again: nothing was lost
+    frozen.kill()
+    frozen.communicate()
+
+
+def test_progress_by_file(node: Node) -> None:
+    code = (
+        REPORT
+        + """report('7')
+time.sleep(.3)
+report('{"step": 8, "loss": 3.5, "bad": NaN, "phase": "eval"}')
+time.sleep(1000)"""
+    )
+    node.run(1, python(code), ranks=1)
+    watch = node.watch(heartbeat=30.0)
+    beat = watch.until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 8)
+    progress = beat["progress"]["0"]
+    assert progress["values"] == {"loss": 3.5, "bad": "NaN"}
+    assert progress["phase"] == "eval"
+    assert 0 <= progress["age"] < 5
+
+
+def test_progress_that_cannot_be_read_is_not_zero_and_silence_is_not_a_reading(node: Node) -> None:
+    node.run(
+        1,
+        python(REPORT + "report(os.environ['SAY']) if 'SAY' in os.environ else 0; time.sleep(1000)"),
+        rank_env=[{"SAY": "step ten"}, {}],
+    )
+    beat = node.watch().until("heartbeat", lambda beat: beat["progress"])
+    assert "step ten" in beat["progress"]["0"]["unreadable"]
+    assert "1" not in beat["progress"]
+
+
+def test_progress_by_a_pattern_over_the_log(node: Node) -> None:
+    code = """import time
+print('step 1 loss 9', flush=True)
+time.sleep(.2)
+print('noise\\nstep 12 loss 2.5', flush=True)
+time.sleep(1000)"""
+    node.run(1, python(code), ranks=1, log_pattern=r"step (?P<step>\d+) loss (?P<loss>\S+)")
+    watch = node.watch(heartbeat=30.0)
+    beat = watch.until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 12)
+    assert beat["progress"]["0"]["values"] == {"loss": 2.5}
+
+
+def test_an_exit_carries_its_error_and_the_end_of_its_log(node: Node) -> None:
+    error = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "…", "timestamp": "1785571200"}}}
+    code = (
+        "import os,sys\n"
+        "for n in range(100): print('line', n)\n"
+        "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write(os.environ['E'])\n"
+        "sys.exit(1)"
+    )
+    node.run(1, python(code), rank_env=[{"E": json.dumps(error)}, {"E": "{torn"}])
+    watch = node.watch()
+    seen = {found["rank"]: found for found in (watch.observation("RankExited") for _ in range(2)) if not found["stopped"]}
+    if 0 in seen:
+        assert seen[0]["error"] == error
+        assert seen[0]["log_tail"] == [f"line {number}" for number in range(60, 100)]
+    if 1 in seen:
+        assert "not JSON" in seen[1]["error"]["unreadable"]
+    assert seen
+
+
+def test_list_logs_and_stacks(node: Node) -> None:
+    pids = node.run(1, ["sh", "-c", 'printf "one\\ntwo\\nthree \\303\\244\\377\\n"; exec sleep 1000'], ranks=1)
+    eventually(lambda: "three" in node.log())
+    chunk = {"rank": 0, "offset": 0, "next": 18, "data": "one\ntwo\nthree ä\ufffd\n"}
+    read = node.order("logs", token=token(1), offsets=None, max_bytes=65536, wait=0.0, tail=None)
+    assert read == {
+        "outcome": "done",
+        "chunks": [{**chunk, "next": len(b"one\ntwo\nthree \xc3\xa4\xff\n")}],
+        "ended": False,
+    }
+    last = node.order("logs", token=token(1), offsets=None, max_bytes=65536, wait=0.0, tail=1)
+    assert last is not None
+    assert last["chunks"][0]["data"].startswith("three")
+    first = node.order("logs", token=token(1), offsets={"0": 0}, max_bytes=15, wait=0.0, tail=None)
+    assert first is not None
+    assert first["chunks"][0]["next"] == 14
+    waiting = node.begin("logs", token=token(1), offsets={"0": 18}, max_bytes=65536, wait=10.0, tail=None)
+    stacks = node.order("stacks", token=token(1), rank=None)
+    assert stacks is not None
+    assert stacks["stacks"][0]["pid"] == pids["0"]
+    assert "State:" in stacks["stacks"][0]["threads"][0]["status"]
+    listed = node.order("list")
+    assert listed is not None
+    job = listed["jobs"][0]
+    assert (job["namespace"], job["job"], job["prepared"], job["stopped"]) == ("default", "j", [1, 1], None)
+    ranks = [{"rank": 0, "pid": pids["0"], "alive": True}]
+    assert job["generations"] == [{"submission": 1, "generation": 1, "state": "running", "ranks": ranks}]
+    node.stop()
+    ended = waiting.rest()[-1]
+    assert ended["ended"] is True
+    assert ended["chunks"] == []
+    assert node.order("list")["jobs"][0]["generations"][0]["state"] == "gone"  # type: ignore[index]
