@@ -1,0 +1,1 @@
+"""Reaches nodes: one module per kind of machine, behind `base.Backend`."""

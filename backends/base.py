@@ -1,0 +1,187 @@
+"""What the rest of relaunch may ask of nodes, whatever kind of machine they are.
+
+Outcomes are values (`Done`, `Refused`); a missing answer is an exception, because nobody may take it for either:
+
+    BackendError
+    ├── Unreachable     no answer: whether the order was carried out is not known (ambiguous)
+    └── ProtocolError   an answer that makes no sense
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from recovery.model import Token
+from recovery.spec import FleetNode, FleetSpec
+
+PROTOCOL = 1
+
+
+class BackendError(Exception):
+    def __init__(self, node: str, because: str) -> None:
+        super().__init__(f"node {node}: {because}")
+        self.node = node
+        self.because = because
+
+
+class Unreachable(BackendError):
+    pass
+
+
+class ProtocolError(BackendError):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    node: str
+    why: str
+    """The agent's word for it; docs/reference/agent-protocol.md has the list."""
+    because: str
+    highest: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareOrder:
+    """Durations in seconds."""
+
+    token: Token
+    address: str
+    ranks: tuple[int, ...]
+    lease: float
+    fence_after: float
+    stop_grace: float
+    valid_for: float
+    heartbeat: float
+    stuck_after: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    node: str
+    boot_id: str
+    master_port: int
+    peer_port: int
+    stamp: float
+    """CLOCK_BOOTTIME of the node when it prepared."""
+    nonce: str = field(repr=False)
+    """What the node contributes to the secret of its generation; a repeated `prepare` answers the same one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    node: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    token: Token
+    node: str
+    command: tuple[str, ...]
+    workdir: str | None
+    env: Mapping[str, str] = field(repr=False)
+    rank_env: tuple[Mapping[str, str], ...] = field(repr=False)
+    peers: tuple[Peer, ...]
+    """Supervisors to ask, at most 16."""
+    prepared: float
+    """The stamp that `prepare` answered: a start that belongs to another preparation is refused."""
+    secret: str = field(repr=False)
+    fences: bool
+    log_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    node: str
+    pids: Mapping[int, int]
+    """Global rank to process id."""
+    already: bool
+    """This generation was started by an earlier order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopOrder:
+    token: Token
+    stop_grace: float
+    stuck_after: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Every rank of the token and of those below is proven gone on this node, and can never be started there."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogChunk:
+    rank: int
+    offset: int
+    next: int
+    """Where to read on, in bytes."""
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    chunks: tuple[LogChunk, ...]
+    ended: bool
+
+
+class WatchStream(Protocol):
+    """One connection to the supervisor of one generation on one node. Lines as docs/reference/agent-protocol.md, `watch`, has them."""
+
+    def lines(self) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield until `end`.
+
+        Raises:
+            Unreachable: the connection broke.
+        """
+        ...
+
+    async def renew(self, stamp: float) -> None:
+        """Renew the node's lease from the heartbeat that carried `stamp`. Delivery is not confirmed."""
+        ...
+
+
+class Backend(Protocol):
+    """Each call is bounded in time by the backend itself, and idempotent; none retries."""
+
+    def node(self, name: str) -> FleetNode: ...
+
+    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused: ...
+
+    async def start(self, node: str, order: StartOrder) -> Started | Refused: ...
+
+    async def stop(self, node: str, order: StopOrder) -> Gone | Refused: ...
+
+    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
+        """Connect to a generation.
+
+        Raises:
+            Unreachable: the node did not answer.
+        """
+        ...
+
+    async def list(self, node: str) -> Mapping[str, Any]: ...
+
+    async def logs(
+        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+    ) -> Logs | Refused: ...
+
+    async def close(self) -> None: ...
+
+
+class Fleets(Protocol):
+    """The fleets this worker serves, by name."""
+
+    def spec(self, fleet: str) -> FleetSpec:
+        """Raises KeyError with one sentence when there is no such fleet."""
+        ...
+
+    def backend(self, fleet: str) -> Backend: ...

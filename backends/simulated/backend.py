@@ -1,0 +1,229 @@
+"""Calls to simulated nodes over a network that loses, delays and doubles messages as the script says.
+
+A message that is lost is known to be lost at once: nobody waits for an answer that the script has thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from backends.base import (
+    BackendError,
+    Gone,
+    Logs,
+    Prepared,
+    PrepareOrder,
+    ProtocolError,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
+from backends.simulated.clock import Clock, RealClock, sleep
+from backends.simulated.network import Simulation, outcome
+from backends.simulated.node import NoAnswer, Node
+from backends.simulated.record import Call, Life, Obeyed
+from backends.simulated.script import Command, Fault, Script
+from backends.simulated.stream import Stream
+from recovery.model import Token
+from recovery.spec import FleetNode, FleetSpec
+
+T = TypeVar("T")
+Obey = Callable[[Node], Awaitable[T]]
+
+
+class SimulatedBackend:
+    """A controller's view of simulated nodes.
+
+    Args:
+        spec: The fleet.
+        script: What happens; frozen, and its seconds count by `clock`.
+        clock: `ManualClock` where a test wants hours to pass.
+        other: Take the nodes of this backend, as a controller does that starts beside it or after it.
+    """
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        script: Script | None = None,
+        clock: Clock | None = None,
+        other: SimulatedBackend | None = None,
+    ) -> None:
+        if other is None:
+            self._world: Simulation = Simulation(spec, script or Script(), clock or RealClock())
+        else:
+            self._world = other._world
+        self._specs = {node.name: node for node in spec.nodes}
+        self._streams: set[Stream] = set()
+        self._closed = False
+
+    @property
+    def calls(self) -> list[Call]:
+        return self._world.record.calls
+
+    @property
+    def orders(self) -> list[Obeyed]:
+        return self._world.record.orders
+
+    @property
+    def lives(self) -> list[Life]:
+        return self._world.record.lives
+
+    # --- what tests do to nodes by hand ---
+
+    def cut(self, node: str, *words: str) -> None:
+        """Cut a node off; without words from everybody."""
+        self._node(node).cut(*(words or ("controller-in", "controller-out", "peers")))
+
+    def heal(self, node: str) -> None:
+        self._node(node).heal()
+
+    def reboot(self, node: str, down_for: float = 0.0) -> None:
+        self._node(node).reboot(down_for)
+
+    async def settled(self) -> None:
+        """Wait until no order is on its way. Copies that wait for further orders are not on their way."""
+        while self._world.tasks:
+            await asyncio.wait(set(self._world.tasks))
+
+    # --- base.Backend ---
+
+    def node(self, name: str) -> FleetNode:
+        if name not in self._specs:
+            raise KeyError(
+                f"fleet {self._world.spec.name} has no node {name!r}; it has {', '.join(list(self._specs)[:8])}"
+            )
+        return self._specs[name]
+
+    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+        return await self._order(node, "prepare", order.token, order, lambda one: one.prepare(order))
+
+    async def start(self, node: str, order: StartOrder) -> Started | Refused:
+        return await self._order(node, "start", order.token, order, lambda one: one.start(order))
+
+    async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
+        return await self._order(node, "stop", order.token, order, lambda one: one.stop(order))
+
+    async def list(self, node: str) -> Mapping[str, Any]:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any]:
+            return one.list()
+
+        return await self._call(node, "list", None, None, ask)
+
+    async def logs(
+        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+    ) -> Logs | Refused:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Logs | Refused:
+            return await one.logs(token, offsets, max_bytes, wait, tail)
+
+        return await self._call(node, "logs", token, offsets, ask)
+
+    @asynccontextmanager
+    async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[Stream]:
+        async def connect(one: Node, faults: tuple[Fault, ...]) -> int | None:
+            return min((fault.lines for fault in faults if fault.kind == "break"), default=None)
+
+        breaks_after = await self._call(node, "watch", token, after_seq, connect)
+        stream = Stream(self._world, self._node(node), token, after_seq, heartbeat, breaks_after)
+        self._streams.add(stream)
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+            stream.drop("the watch was left")
+
+    async def close(self) -> None:
+        self._closed = True
+        for stream in tuple(self._streams):
+            stream.drop("the backend was closed")
+
+    # --- the network ---
+
+    def _node(self, name: str) -> Node:
+        self.node(name)
+        return self._world.nodes[name]
+
+    async def _order(self, name: str, command: Command, token: Token, order: object, obey: Obey[T]) -> T:
+        world = self._world
+
+        async def carry_out(node: Node, copy: bool) -> T:
+            answer = await obey(node)
+            world.obeyed(node, command, token, answer, copy)
+            return answer
+
+        async def deliver(node: Node, faults: tuple[Fault, ...]) -> T:
+            async def again() -> None:
+                if node.hears:
+                    await carry_out(node, True)
+
+            for fault in faults:
+                if fault.kind == "double":
+                    world.copy(node, token, fault, again)
+            return await carry_out(node, False)
+
+        return await self._call(name, command, token, order, deliver)
+
+    async def _call(
+        self,
+        name: str,
+        command: Command,
+        token: Token | None,
+        order: object,
+        deliver: Callable[[Node, tuple[Fault, ...]], Awaitable[T]],
+    ) -> T:
+        node, world = self._node(name), self._world
+        if self._closed:
+            raise BackendError(name, "this backend has been closed")
+        world.begin()
+        place = world.record.call(world.clock.wall(), name, command, token, order)
+        try:
+            answer = await self._exchange(node, command, token, deliver)
+        except Unreachable:
+            world.record.answered(place, "unreachable")
+            raise
+        except ProtocolError:
+            world.record.answered(place, "protocol")
+            raise
+        except asyncio.CancelledError:
+            world.record.answered(place, "cancelled")
+            raise
+        world.record.answered(place, outcome(answer))
+        return answer
+
+    async def _exchange(
+        self,
+        node: Node,
+        command: Command,
+        token: Token | None,
+        deliver: Callable[[Node, tuple[Fault, ...]], Awaitable[T]],
+    ) -> T:
+        world, timeout = self._world, self._world.script.timeout
+        faults = world.faults(node.name, command, token)
+        kinds = [fault.kind for fault in faults]
+        if token is not None and (command == "prepare" or command == "start"):
+            node.befall(command, token.generation)
+        if "lose_order" in kinds:
+            raise Unreachable(node.name, f"no answer to {command}: the order was lost")
+
+        async def arrive() -> T:
+            if not node.hears:
+                raise NoAnswer
+            return await deliver(node, faults)
+
+        delay = sum(fault.seconds for fault in faults if fault.kind == "delay")
+        if delay > timeout:
+            world.later(delay, arrive)
+            raise Unreachable(node.name, f"no answer to {command} within {timeout:g} s")
+        await sleep(world.clock, delay)
+        try:
+            # An order that has arrived is carried out, whatever becomes of its sender.
+            answer: T = await asyncio.shield(world.spawn(arrive()))
+        except NoAnswer:
+            raise Unreachable(node.name, f"no answer to {command}: the node is cut off, down or rebooting") from None
+        if "lose_answer" in kinds or not node.speaks:
+            raise Unreachable(node.name, f"no answer to {command}: the answer was lost")
+        return answer

@@ -1,0 +1,69 @@
+"""What was asked of simulated nodes and what became of it, in order, as plain values. Judges nothing: tests do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from backends.simulated.script import Command
+from recovery.model import Token
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the controller; `number` orders it among all entries of a record."""
+
+    number: int
+    at: float
+    """Unix seconds."""
+    node: str
+    command: Command
+    token: Token | None
+    order: object = field(repr=False)
+    outcome: str = "pending"
+    """done, refused:<why>, unreachable, protocol (an order that makes no sense), or cancelled by the caller. A watch that was connected is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Obeyed:
+    """A node has answered an order, whether or not anybody heard it."""
+
+    number: int
+    at: float
+    node: str
+    command: Command
+    token: Token
+    outcome: str
+    copy: bool
+    """The network delivered this order a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    number: int
+    at: float
+    kind: Literal["started", "ended"]
+    token: Token
+    node: str
+    rank: int
+    because: str = ""
+
+
+class Record:
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.orders: list[Obeyed] = []
+        self.lives: list[Life] = []
+        self._number = 0
+
+    def number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def call(self, at: float, node: str, command: Command, token: Token | None, order: object) -> int:
+        """Return the place of the call, for `answered`."""
+        self.calls.append(Call(self.number(), at, node, command, token, order))
+        return len(self.calls) - 1
+
+    def answered(self, place: int, outcome: str) -> None:
+        self.calls[place] = replace(self.calls[place], outcome=outcome)

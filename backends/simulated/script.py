@@ -1,0 +1,196 @@
+"""What is to happen to simulated nodes, as data: which rank ends how, which node goes away, which message is lost.
+
+`None` for generation, node or rank means every one. Seconds count from the moment that `when` names. Nothing here acts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+Command = Literal["prepare", "start", "stop", "watch", "renew", "list", "logs"]
+When = Literal["first_call", "prepare", "start", "running"]
+"""The first call to any node; as that order is on its way to the node (and may be lost by it); as soon as its ranks run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matches:
+    generation: int | None = None
+    node: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MatchesRank(_Matches):
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit(_MatchesRank):
+    """The rank ends by itself, `after` seconds from its start."""
+
+    exit_code: int | None = 1
+    signal: int | None = None
+    """Instead of an exit code."""
+    error: Mapping[str, Any] | None = None
+    """What it wrote into its error file; `error_file` makes one."""
+    log_tail: tuple[str, ...] = ()
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(_MatchesRank):
+    """The rank reports steps: those listed as (seconds, step), then `rate` more a second; flat after the last with rate 0."""
+
+    steps: tuple[tuple[float, int], ...] = ((0.0, 0),)
+    rate: float = 0.0
+    hangs: bool = False
+    """It goes on running at its last step, also where ranks without a script succeed."""
+    phase: str | None = None
+    unreadable: str | None = None
+    """Instead of any step: why the report could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prints(_MatchesRank):
+    text: str
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lingers(_MatchesRank):
+    """The rank takes this long to obey SIGTERM; infinity: not even SIGKILL ends it (stuck in the kernel)."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse(_Matches):
+    command: Literal["prepare", "start", "stop"]
+    why: str
+    because: str = "so the script says"
+    times: int | None = None
+    """None: always."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(_Matches):
+    """The node loses the network; its ranks run on."""
+
+    when: When = "running"
+    after: float = 0.0
+    lasts: float | None = None
+    words: tuple[str, ...] = ("controller-in", "controller-out", "peers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reboot(_Matches):
+    when: When = "running"
+    after: float = 0.0
+    down_for: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperDies(_Matches):
+    """The keeper is killed, and its ranks with it."""
+
+    after: float = 0.0
+
+
+Happening = Exit | Progress | Prints | Lingers | Refuse | Cut | Reboot | KeeperDies
+T = TypeVar("T", bound=Happening)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault(_Matches):
+    """What the network does to one message."""
+
+    kind: Literal["delay", "lose_order", "lose_answer", "double", "break"]
+    """lose_answer: the order was carried out. double: it arrives again later. break: a watch ends after `lines`."""
+    command: Command
+    nth: int | None = 1
+    """The first, second, … message that matches; None: each."""
+    seconds: float = 0.0
+    """Of delay, or until the copy arrives."""
+    after_orders: int = 0
+    """The copy waits until the node has obeyed so many more orders of this job."""
+    lines: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chaos:
+    """Faults by chance. Probabilities are per message; the same seed and the same messages to a node give the same faults."""
+
+    seed: int
+    lose_order: float = 0.0
+    lose_answer: float = 0.0
+    double: float = 0.0
+    break_watch: float = 0.0
+    delay: float = 0.0
+    seconds: float = 0.0
+    """The longest delay, and the longest time until a copy arrives."""
+    after_orders: int = 2
+    """The most orders that a copy lets pass."""
+
+    def draw(self, node: str, number: int, command: Command) -> tuple[Fault, ...]:
+        dice = random.Random(f"{self.seed}/{node}/{number}")
+        drawn: list[Fault] = []
+        if dice.random() < self.delay:
+            drawn.append(Fault(kind="delay", command=command, seconds=dice.random() * self.seconds))
+        if dice.random() < self.lose_order:
+            drawn.append(Fault(kind="lose_order", command=command))
+        if dice.random() < self.lose_answer:
+            drawn.append(Fault(kind="lose_answer", command=command))
+        if dice.random() < self.double:
+            later, orders = dice.random() * self.seconds, dice.randint(0, self.after_orders)
+            drawn.append(Fault(kind="double", command=command, seconds=later, after_orders=orders))
+        if command == "watch" and dice.random() < self.break_watch:
+            drawn.append(Fault(kind="break", command=command, lines=dice.randint(1, 5)))
+        return tuple(drawn)
+
+
+@dataclass(frozen=True)
+class Script:
+    happenings: tuple[Happening, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    chaos: Chaos | None = None
+    then: Literal["run", "succeed"] = "run"
+    """What ranks do for whom nothing else is scripted: run until stopped, or exit with 0 at once (after their last listed step).
+    In a generation for which an exit, a cut, a reboot, a hang or the death of a keeper is scripted they run until stopped."""
+    timeout: float = 30.0
+    """A delay beyond this is a missing answer, and the order arrives nevertheless. Nobody waits for a message that is lost."""
+
+    @cached_property
+    def _index(self) -> dict[tuple[type, int | None, str | None], list[Happening]]:
+        index: dict[tuple[type, int | None, str | None], list[Happening]] = {}
+        for happening in self.happenings:
+            index.setdefault((type(happening), happening.generation, happening.node), []).append(happening)
+        return index
+
+    def of(self, kind: type[T], generation: int, node: str) -> Iterator[T]:
+        """Return what is scripted, the most particular first."""
+        for key in ((generation, node), (generation, None), (None, node), (None, None)):
+            for happening in self._index.get((kind, *key), ()):
+                assert isinstance(happening, kind)
+                yield happening
+
+    def succeeds(self, generation: int) -> bool:
+        if self.then != "succeed":
+            return False
+        for happening in self.happenings:
+            if happening.generation in (None, generation):
+                if isinstance(happening, Exit | Cut | Reboot | KeeperDies):
+                    return False
+                if isinstance(happening, Progress) and (happening.hangs or happening.rate > 0):
+                    return False
+        return True
+
+
+def error_file(message: str, traceback: str = "", timestamp: float | None = None) -> dict[str, Any]:
+    """Return an error file as torch.distributed.elastic writes it."""
+    extra: dict[str, Any] = {"py_callstack": traceback}
+    if timestamp is not None:
+        extra["timestamp"] = str(timestamp)
+    return {"message": {"message": message, "extraInfo": extra}}

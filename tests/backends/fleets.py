@@ -1,0 +1,167 @@
+"""Fleets to hold the contract against: what ranks shall do is said once, and each kind of backend is made to do it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from backends.artifact import build_agent
+from backends.base import Backend
+from backends.local import LocalBackend, cut, heal, reboot
+from backends.simulated import Exit, Prints, Progress, Refuse, Script, SimulatedBackend, error_file
+from recovery.model import Token
+from recovery.spec import FleetSpec
+
+
+@dataclass(frozen=True)
+class Does:
+    """What every rank of a generation does, in this order; it runs for ever unless it exits."""
+
+    prints: str = ""
+    step: int | None = None
+    error: str | None = None
+    """Written into the error file of the ranks that exit."""
+    exits: Mapping[int, int] | None = None
+    """Exit code by rank; a negative one is a signal."""
+    refused: str | None = None
+    """Its start is refused for this."""
+
+
+RUNS = Does()
+
+
+class Fleet(Protocol):
+    backend: Backend
+    stamps: dict[tuple[str, Token], float]
+    """What each node answered when it was prepared, for `start`."""
+
+    def command(self, generation: int) -> tuple[str, ...]: ...
+
+    def workdir(self, generation: int) -> str | None: ...
+
+    def cut(self, node: str) -> None: ...
+
+    def heal(self, node: str) -> None: ...
+
+    def reboot(self, node: str) -> None: ...
+
+    def again(self) -> Backend:
+        """Return another controller's backend for the same nodes."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def spec(kind: str, nodes: int) -> FleetSpec:
+    named = [{"name": f"n{number}", "address": f"127.0.0.{number}"} for number in range(1, nodes + 1)]
+    return FleetSpec.model_validate({"name": "contract", "backend": kind, "nodes": named})
+
+
+class SimulatedFleet:
+    def __init__(self, does: Mapping[int, Does], nodes: int) -> None:
+        self.stamps: dict[tuple[str, Token], float] = {}
+        self.spec = spec("simulated", nodes)
+        self.simulated = SimulatedBackend(self.spec, Script(tuple(self._happenings(does))))
+        self.backend: Backend = self.simulated
+
+    @staticmethod
+    def _happenings(does: Mapping[int, Does]) -> list[Exit | Prints | Progress | Refuse]:
+        found: list[Exit | Prints | Progress | Refuse] = []
+        for generation, one in does.items():
+            if one.prints:
+                found.append(Prints(generation=generation, text=one.prints))
+            if one.step is not None:
+                found.append(Progress(generation=generation, steps=((0.0, one.step),)))
+            if one.refused is not None:
+                found.append(Refuse(generation=generation, command="start", why=one.refused))
+            for rank, code in (one.exits or {}).items():
+                error = None if one.error is None else error_file(one.error)
+                signal = -code if code < 0 else None
+                found.append(Exit(generation=generation, rank=rank, exit_code=code, signal=signal, error=error))
+        return found
+
+    def command(self, generation: int) -> tuple[str, ...]:
+        return ("train",)
+
+    def workdir(self, generation: int) -> str | None:
+        return None
+
+    def cut(self, node: str) -> None:
+        self.simulated.cut(node)
+
+    def heal(self, node: str) -> None:
+        self.simulated.heal(node)
+
+    def reboot(self, node: str) -> None:
+        self.simulated.reboot(node)
+
+    def again(self) -> Backend:
+        return SimulatedBackend(self.spec, other=self.simulated)
+
+    async def close(self) -> None:
+        await self.backend.close()
+
+
+class LocalFleet:
+    def __init__(self, does: Mapping[int, Does], nodes: int, folder: Path, agent: Path, answer_within: float) -> None:
+        self.does = does
+        self.stamps: dict[tuple[str, Token], float] = {}
+        self.spec = spec("local", nodes)
+        self.state = folder
+        self.agent = agent
+        self.answer_within = answer_within
+        self.opened: list[LocalBackend] = []
+        self.local = self._open()
+        self.backend: Backend = self.local
+
+    def _open(self) -> LocalBackend:
+        backend = LocalBackend(self.spec, self.state, self.agent, self.answer_within)
+        self.opened.append(backend)
+        return backend
+
+    def command(self, generation: int) -> tuple[str, ...]:
+        does = self.does[generation]
+        if does.refused == "command_not_found":
+            return ("no-such-program-anywhere",)
+        lines = []
+        if does.prints:
+            lines.append(f"printf %s {shlex.quote(does.prints)}")
+        if does.step is not None:
+            lines.append(f'echo {does.step} > "$RELAUNCH_PROGRESS_FILE"')
+        for rank, code in (does.exits or {}).items():
+            end = f"kill -{-code} $$" if code < 0 else f"exit {code}"
+            if does.error is not None:
+                end = f'printf %s {shlex.quote(json.dumps(error_file(does.error)))} > "$TORCHELASTIC_ERROR_FILE"; {end}'
+            lines.append(f'if [ "$RANK" = {rank} ]; then {end}; fi')
+        return ("/bin/sh", "-c", "\n".join([*lines, "exec sleep 600"]))
+
+    def workdir(self, generation: int) -> str | None:
+        return str(self.state / "nowhere") if self.does[generation].refused == "workdir_missing" else None
+
+    def cut(self, node: str) -> None:
+        cut(self.local.folder(node))
+
+    def heal(self, node: str) -> None:
+        heal(self.local.folder(node))
+
+    def reboot(self, node: str) -> None:
+        reboot(self.local.folder(node))
+
+    def again(self) -> Backend:
+        return self._open()
+
+    async def close(self) -> None:
+        for node in self.spec.nodes:
+            if self.local.folder(node.name).is_dir():
+                heal(self.local.folder(node.name))
+                reboot(self.local.folder(node.name))
+        for backend in self.opened:
+            await backend.close()
+
+
+def build(folder: Path) -> Path:
+    return build_agent(folder)
