@@ -1,0 +1,1 @@
+"""Calls out: what workflows ask of nodes, people and files."""

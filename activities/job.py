@@ -1,0 +1,441 @@
+"""What a job asks of its nodes: find them, launch ranks on them, stop ranks and prove them gone."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.exceptions import ApplicationError
+
+from backends.base import (
+    Backend,
+    BackendError,
+    Fleets,
+    Gone,
+    Peer,
+    Prepared,
+    PrepareOrder,
+    ProtocolError,
+    Refused,
+    StartOrder,
+    StopOrder,
+)
+from recovery.events import NodeRefusal
+from recovery.fencing import fence_wait, peers_of
+from recovery.model import Slot, Token
+from recovery.policy import Timeouts
+from recovery.ranks import common_environment, rank_environments, ranks_of
+from recovery.spec import JobSpec
+
+LAUNCH_ATTEMPTS = 3
+"""How often a launch is tried while a node does not answer; more would only delay the replacement."""
+LAUNCH_RETRY_DELAY = timedelta(seconds=1)
+AT_ONCE = 256
+"""Calls in flight, so that 2,048 nodes are not 2,048 sockets at the same moment."""
+LOOK_AGAIN = 2.0
+"""Seconds between two looks for nodes, or at a node that does not answer."""
+MOST_NAMED = 16
+"""Refusals that travel; the rest would say the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireNodesInput:
+    fleet: str
+    count: int
+    keep: tuple[Slot, ...] = ()
+    """Places as they are; whoever is not excluded keeps his."""
+    exclude: tuple[str, ...] = ()
+    wait: bool = False
+    """Look again until there are enough; otherwise say at once what is missing."""
+    older_than: Token | None = None
+    """Also tell which nodes of the fleet hold living ranks of this job from before this token."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireNodesOutput:
+    nodes: tuple[tuple[str, str], ...] = ()
+    """(name, address) by group rank; empty when there are not enough."""
+    because: str = ""
+    hopeless: bool = False
+    holding: tuple[str, ...] = ()
+    """Nodes with living ranks from before `older_than`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRanksInput:
+    token: Token
+    spec: JobSpec
+    slots: tuple[Slot, ...]
+    """Of this shard, by group rank from `first_group_rank`."""
+    timeouts: Timeouts
+    max_restarts: int
+    fences: bool
+    first_group_rank: int = 0
+    master: tuple[str, int] | None = None
+    """Address and port of rank 0, where another shard has it."""
+    everybody: tuple[PreparedNode, ...] = ()
+    """The whole gang as prepared, where there are several shards."""
+    prepare_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedNode:
+    node: str
+    address: str
+    master_port: int
+    peer_port: int
+    stamp: float
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRanksOutput:
+    """Exactly one of: refusals, unreachable nodes, or success."""
+
+    prepared: tuple[PreparedNode, ...] = ()
+    stopped_at: datetime | None = None
+    started_at: datetime | None = None
+    refusals: tuple[NodeRefusal, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    because: str = ""
+    start_sent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanksInput:
+    token: Token
+    fleet: str
+    nodes: tuple[str, ...]
+    timeouts: Timeouts
+    gang_size: int
+    unheard_for: tuple[tuple[str, timedelta], ...] = ()
+    """Of nodes known to be lost, when this was ordered: ages, because clocks of controllers differ."""
+    fences: bool = True
+    once: bool = False
+    """Try each node once and leave it at that: the ranks are known to have exited."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanksOutput:
+    at: datetime
+    nodes: tuple[str, ...]
+    fenced: tuple[str, ...]
+
+
+class JobActivities:
+    def __init__(self, fleets: Fleets, client: Client | None) -> None:
+        self._fleets = fleets
+        self._client = client
+
+    @activity.defn
+    async def acquire_nodes(self, input: AcquireNodesInput) -> AcquireNodesOutput:
+        """Choose nodes that answer: those that have a place already, then the fleet's own, then its spares."""
+        try:
+            spec, backend = self._fleets.spec(input.fleet), self._fleets.backend(input.fleet)
+        except KeyError as error:
+            return AcquireNodesOutput(because=str(error.args[0]), hopeless=True)
+        excluded = set(input.exclude)
+        kept = [slot.node for slot in input.keep if slot.node not in excluded]
+        others = sorted((n for n in spec.nodes if n.name not in excluded and n.name not in kept), key=lambda n: n.spare)
+        candidates = [*kept, *(node.name for node in others)]
+        if len(spec.nodes) < input.count:
+            return AcquireNodesOutput(
+                because=f"fleet {spec.name} has {len(spec.nodes)} nodes, the job asks for {input.count}", hopeless=True
+            )
+        while True:
+            if len(candidates) < input.count:
+                break
+            answering = await _answering(backend, candidates, input.count)
+            if len(answering) >= input.count:
+                chosen = _fill_places([slot.node for slot in input.keep], answering[: input.count], input.count)
+                holding = await _holding(backend, [n.name for n in spec.nodes], input.older_than) if input.older_than else ()
+                return AcquireNodesOutput(nodes=tuple((name, backend.node(name).address) for name in chosen), holding=holding)
+            if not input.wait:
+                break
+            activity.heartbeat({"answering": len(answering), "wanted": input.count})
+            await asyncio.sleep(LOOK_AGAIN)
+        if input.wait:
+            # Nothing that this activity sees can change the answer; the list of nodes may be another one when it is tried again.
+            raise ApplicationError(
+                f"{len(candidates)} nodes may be used, {input.count} are wanted",
+                type="NodesMissing",
+                next_retry_delay=timedelta(seconds=30),
+            )
+        left_out = f" ({', '.join(sorted(excluded)[:8])} left out)" if excluded else ""
+        answering_now = await _answering(backend, candidates, len(candidates)) if candidates else []
+        return AcquireNodesOutput(because=f"{len(answering_now)} of the {input.count} nodes wanted answer{left_out}")
+
+    @activity.defn
+    async def launch_ranks(self, input: LaunchRanksInput) -> LaunchRanksOutput:
+        """Prepare every node, and when all have answered, start every node. Repeating it changes nothing."""
+        backend = self._fleets.backend(input.spec.fleet)
+        async with beating():
+            return await self._launch(backend, input)
+
+    async def _launch(self, backend: Backend, input: LaunchRanksInput) -> LaunchRanksOutput:
+        try:
+            if input.everybody:
+                prepared, stopped_at = input.everybody, datetime.now(UTC)
+            else:
+                prepared = await self._prepare(backend, input)
+                stopped_at = datetime.now(UTC)
+                if input.prepare_only:
+                    return LaunchRanksOutput(prepared=prepared, stopped_at=stopped_at)
+        except NodesRefused as error:
+            return LaunchRanksOutput(refusals=error.refusals)
+        except NodesUnreachable as error:
+            return _retry_or(error, LaunchRanksOutput(unreachable=error.nodes, because=str(error)))
+        await self._still_ours()
+        try:
+            await self._start(backend, input, prepared)
+        except NodesRefused as error:
+            return LaunchRanksOutput(refusals=error.refusals)
+        except NodesUnreachable as error:
+            return _retry_or(error, LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=True))
+        return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC))
+
+    async def _still_ours(self) -> None:
+        """Between the rounds, have the server acknowledge that this attempt is the current one.
+
+        A launcher that was frozen since `prepare` has been replaced meanwhile, and what it prepared may be meant for nobody any more.
+
+        Raises:
+            RPCError: it is not, or the server does not answer; the launch is repeated by whoever is current.
+        """
+        if self._client is not None:
+            await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat()
+
+    async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
+        timeouts = input.timeouts
+        orders = {
+            slot.node: PrepareOrder(
+                token=input.token,
+                address=slot.address,
+                ranks=ranks_of(input.first_group_rank + index, input.spec),
+                lease=timeouts.lease.total_seconds(),
+                fence_after=timeouts.fence_after.total_seconds(),
+                stop_grace=timeouts.stop_grace.total_seconds(),
+                valid_for=timeouts.valid_for.total_seconds(),
+                heartbeat=timeouts.heartbeat.total_seconds(),
+            )
+            for index, slot in enumerate(input.slots)
+        }
+        answers = await _on_all([slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
+        return tuple(
+            PreparedNode(slot.node, slot.address, answer.master_port, answer.peer_port, answer.stamp, answer.nonce)
+            for slot, answer in zip(input.slots, answers, strict=True)
+            if isinstance(answer, Prepared)
+        )
+
+    async def _start(self, backend: Backend, input: LaunchRanksInput, everybody: tuple[PreparedNode, ...]) -> None:
+        spec = input.spec
+        master = input.master or (everybody[0].address, everybody[0].master_port)
+        environment = {**common_environment(input.token, spec, input.max_restarts, *master), **_secrets(spec)}
+        # Made of what every node contributed, so that a repeated launch has the same one and no history has to keep it.
+        secret = hashlib.sha256("".join(node.nonce for node in everybody).encode()).hexdigest()
+        orders = {}
+        for index, slot in enumerate(input.slots):
+            group_rank = input.first_group_rank + index
+            peers = tuple(
+                Peer(everybody[p].node, everybody[p].address, everybody[p].peer_port) for p in peers_of(group_rank, len(everybody))
+            )
+            orders[slot.node] = StartOrder(
+                token=input.token,
+                node=slot.node,
+                command=spec.command,
+                workdir=spec.workdir,
+                env=environment,
+                rank_env=rank_environments(group_rank, slot, spec),
+                peers=peers,
+                prepared=next(node.stamp for node in everybody if node.node == slot.node),
+                secret=secret,
+                fences=input.fences,
+                log_pattern=spec.progress.log_pattern,
+            )
+        await _on_all([slot.node for slot in input.slots], lambda node: backend.start(node, orders[node]))
+
+    @activity.defn
+    async def stop_ranks(self, input: StopRanksInput) -> StopRanksOutput:
+        """Stop the token and all below it on every node. Ends when each is proven gone, or must have fenced itself.
+
+        A node that does not answer fences itself once its lease has run out and some peer of it is not alive any more. So the clock of that
+        wait starts only when at least one node is proven stopped.
+        """
+        backend = self._fleets.backend(input.fleet)
+        timeouts = input.timeouts
+        began = datetime.now(UTC)
+        last_heard = {node: began - unheard for node, unheard in input.unheard_for}
+        order = StopOrder(input.token, stop_grace=timeouts.stop_grace.total_seconds())
+        remaining, gone, fenced = list(input.nodes), [], []
+        witnessed_at: datetime | None = None
+        while True:
+            async with beating():
+                results = await asyncio.gather(*(_stop_one(backend, node, order) for node in remaining))
+            stopped = [node for node, because in zip(remaining, results, strict=True) if because is None]
+            silent = {node: because for node, because in zip(remaining, results, strict=True) if because is not None}
+            gone += stopped
+            remaining = list(silent)
+            now = datetime.now(UTC)
+            if stopped and witnessed_at is None:
+                witnessed_at = now
+            if input.fences and witnessed_at is not None:
+                for node in list(remaining):
+                    leased_until = last_heard.get(node, began) + timeouts.lease
+                    if now >= max(witnessed_at, leased_until) + fence_wait(timeouts, input.gang_size):
+                        remaining.remove(node)
+                        fenced.append(node)
+            if not remaining or input.once:
+                return StopRanksOutput(at=now, nodes=(*gone, *fenced), fenced=tuple(fenced))
+            activity.heartbeat({"waiting for": {node: silent[node] for node in remaining[:8]}, "more": max(0, len(remaining) - 8)})
+            await asyncio.sleep(LOOK_AGAIN / 4 if stopped else LOOK_AGAIN)
+
+
+@asynccontextmanager
+async def beating() -> AsyncIterator[None]:
+    """Heartbeat while the body runs, so that a dead worker is noticed within seconds and the next one goes on."""
+
+    async def beat() -> None:
+        while True:
+            activity.heartbeat()
+            await asyncio.sleep(1.0)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+class NodesUnreachable(Exception):
+    def __init__(self, nodes: tuple[str, ...], because: str) -> None:
+        super().__init__(because)
+        self.nodes = nodes
+
+
+class NodesRefused(Exception):
+    def __init__(self, refusals: tuple[NodeRefusal, ...]) -> None:
+        super().__init__("; ".join(f"{refusal.node}: {refusal.because}" for refusal in refusals[:4]))
+        self.refusals = refusals
+
+
+Answer = TypeVar("Answer")
+
+
+async def _on_all(nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]) -> list[Answer]:
+    """Call every node at once and return the answers in order.
+
+    Raises:
+        NodesRefused: some refused; what others did is known and repeatable.
+        NodesUnreachable: some did not answer, none refused.
+    """
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(node: str) -> Answer | Refused | BackendError:
+        async with gate:
+            try:
+                return await call(node)
+            except BackendError as error:
+                return error
+
+    results = await asyncio.gather(*(one(node) for node in nodes))
+    if refusals := tuple(NodeRefusal(r.node, r.why, r.because, r.highest) for r in results if isinstance(r, Refused)):
+        raise NodesRefused(refusals[:MOST_NAMED])
+    for result in results:
+        if isinstance(result, ProtocolError):
+            raise ApplicationError(str(result), type="ProtocolError", non_retryable=True)
+    if silent := [r for r in results if isinstance(r, BackendError)]:
+        raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
+    return [r for r in results if not isinstance(r, Refused | BackendError)]
+
+
+def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRanksOutput:
+    if activity.info().attempt < LAUNCH_ATTEMPTS:
+        raise ApplicationError(str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY) from error
+    return give_up
+
+
+async def _answering(backend: Backend, names: Sequence[str], enough: int) -> list[str]:
+    """Ask nodes in order until enough have answered; return those, in order."""
+    answering: list[str] = []
+    rest = list(names)
+    while rest and len(answering) < enough:
+        batch, rest = rest[: enough - len(answering)], rest[enough - len(answering) :]
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def answers(node: str, gate: asyncio.Semaphore = gate) -> bool:
+            async with gate:
+                try:
+                    await backend.list(node)
+                except BackendError:
+                    return False
+                return True
+
+        results = await asyncio.gather(*(answers(node) for node in batch))
+        answering += [node for node, result in zip(batch, results, strict=True) if result]
+    return answering
+
+
+async def _holding(backend: Backend, names: Sequence[str], token: Token) -> tuple[str, ...]:
+    """Find nodes with living ranks of older tokens of a job. What does not answer is not known, and left out."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def holds(node: str) -> bool:
+        async with gate:
+            try:
+                listed = await backend.list(node)
+            except BackendError:
+                return False
+        return any(
+            rank.get("alive")
+            for job in listed.get("jobs", ())
+            if (job.get("namespace"), job.get("job")) == (token.namespace, token.job)
+            for generation in job.get("generations", ())
+            if (generation["submission"], generation["generation"]) < (token.submission, token.generation)
+            for rank in generation.get("ranks", ())
+        )
+
+    results = await asyncio.gather(*(holds(node) for node in names))
+    return tuple(node for node, result in zip(names, results, strict=True) if result)
+
+
+def _fill_places(places: Sequence[str], chosen: Sequence[str], count: int) -> list[str]:
+    """Let everybody who has a place keep it; the others fill the gaps in order."""
+    newcomers = iter([node for node in chosen if node not in places[:count]])
+    padded: list[str | None] = [*places[:count], *([None] * (count - len(places[:count])))]
+    return [place if place is not None and place in chosen else next(newcomers) for place in padded]
+
+
+def _secrets(spec: JobSpec) -> dict[str, str]:
+    """Read the secrets a job refers to, here and now: they are in no history.
+
+    Raises:
+        ApplicationError: one cannot be read.
+    """
+    values = {}
+    for name, reference in spec.secrets.items():
+        try:
+            values[name] = Path(reference.file).expanduser().read_text().strip() if reference.file else os.environ[reference.env or ""]
+        except (OSError, KeyError) as error:
+            where = f"file {reference.file}" if reference.file else f"variable {reference.env}"
+            raise ApplicationError(
+                f"secret {name}: {where} cannot be read by the worker", type="SecretMissing", non_retryable=True
+            ) from error
+    return values
+
+
+async def _stop_one(backend: Backend, node: str, order: StopOrder) -> str | None:
+    """Return None when the ranks are proven gone, else why not."""
+    try:
+        answer = await backend.stop(node, order)
+    except BackendError as error:
+        return error.because
+    return None if isinstance(answer, Gone) else answer.because

@@ -1,0 +1,66 @@
+"""From the agent's JSON to observations. What cannot be read is said to be unreadable, never left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from recovery.events import Observation, RankError, RankExited, RanksFenced, RanksVanished
+
+MESSAGE_LIMIT = 2000
+TRACEBACK_LIMIT = 8000
+"""Characters. A traceback is read from its end; sixteen of them must stay far below 256 KiB."""
+
+
+def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> Observation | None:
+    """Read one observation; None for kinds that say nothing a job acts on."""
+    kind = raw.get("kind")
+    if kind == "RankExited":
+        error, unreadable = error_from(raw.get("error"))
+        return RankExited(
+            node=node,
+            rank=int(raw["rank"]),
+            local_rank=int(raw["local_rank"]),
+            exit_code=raw.get("exit_code"),
+            signal=raw.get("signal"),
+            at=received_at,
+            stopped=bool(raw.get("stopped")),
+            error=error,
+            error_unreadable=unreadable,
+            log_tail=tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-40:],
+        )
+    because = str(raw.get("because") or kind)
+    if kind == "Fenced":
+        return RanksFenced(node, received_at, str(raw.get("why")), because)
+    if kind in ("KeeperDied", "RanksVanished"):
+        return RanksVanished(node, received_at, because, rebooted="reboot" in because)
+    if kind == "Stopped":
+        # Whoever ordered it has moved on to a higher generation, or is a person; for this one it means that its ranks are gone.
+        return RanksFenced(node, received_at, "superseded", because)
+    return None
+
+
+def error_from(raw: Any) -> tuple[RankError | None, str | None]:
+    """Read TORCHELASTIC_ERROR_FILE's content: (error, None), (None, why it is unreadable) or (None, None) when there was none.
+
+    Both forms that torch 2.11 writes are taken (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
+    """
+    if raw is None:
+        return None, None
+    if not isinstance(raw, dict):
+        return None, f"expected an object, found {type(raw).__name__}"
+    if "unreadable" in raw:
+        return None, str(raw["unreadable"])
+    message, timestamp, traceback = raw.get("message"), raw.get("timestamp"), ""
+    if isinstance(message, dict):
+        extra = message.get("extraInfo") or {}
+        timestamp, traceback = extra.get("timestamp"), str(extra.get("py_callstack") or "")
+        message = message.get("message")
+    if not isinstance(message, str):
+        return None, "it has no message"
+    try:
+        seconds = float(timestamp) if timestamp is not None else None
+    except (TypeError, ValueError):
+        seconds = None
+    return RankError(message[:MESSAGE_LIMIT], traceback[-TRACEBACK_LIMIT:], seconds), None

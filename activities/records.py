@@ -1,0 +1,57 @@
+"""The archive of closed incidents: JSON lines, one file a job, read by `history`. A job's state holds only the newest."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from temporalio import activity
+
+from recovery.model import Incident
+from workflows.messages import ArchiveIncidentsInput
+
+_INCIDENT = TypeAdapter(Incident)
+
+
+class RecordActivities:
+    def __init__(self, archive: Path) -> None:
+        self._archive = archive
+
+    @activity.defn
+    async def archive_incidents(self, input: ArchiveIncidentsInput) -> int:
+        """Append incidents that are not in the archive yet; returns how many it holds of this job. Repeating it adds nothing."""
+        return await asyncio.to_thread(self._append, input)
+
+    def _append(self, input: ArchiveIncidentsInput) -> int:
+        path = archive_file(self._archive, input.namespace, input.job)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                # A writer died in the middle of a line; the line comes again with this very call.
+                content = content[: content.rfind(b"\n") + 1]
+                file.truncate(len(content))
+            known = set(content.splitlines())
+            new = [line for line in (_INCIDENT.dump_json(incident) for incident in input.incidents) if line not in known]
+            file.write(b"".join(line + b"\n" for line in new))
+            file.flush()
+            os.fsync(file.fileno())
+            return len(known) + len(new)
+
+
+def archive_file(archive: Path, namespace: str, job: str) -> Path:
+    return archive / namespace / f"{job}.jsonl"
+
+
+def read_archive(archive: Path, namespace: str, job: str) -> list[Incident]:
+    """Return the archived incidents, oldest first; a last line that is still being written is left out."""
+    path = archive_file(archive, namespace, job)
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_INCIDENT.validate_json(line) for line in lines if line]

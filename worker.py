@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""The worker, and the one place where everything is put together: settings, connection, fleets, activities, workflows."""
+
+from __future__ import annotations
+
+from interpreter import use_project_python
+
+if __name__ == "__main__":
+    use_project_python()
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from temporalio.client import Client
+from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
+from temporalio.worker import PollerBehaviorAutoscaling, Worker
+
+from activities.job import JobActivities
+from activities.logs import LogActivities
+from activities.records import RecordActivities
+from activities.watch import WatchActivities
+from backends.artifact import build_agent
+from backends.base import Backend
+from backends.local import LocalBackend
+from connection import connect, ensure_namespace
+from console.files import read_fleet
+from recovery.spec import FleetSpec
+from settings import Mistake, Settings, describe_settings, read_settings
+from workflows.training_job import TrainingJob
+
+OTHER_ACTIVITIES = 50
+"""Slots beside those of the watches: launches, stops, reading logs. A watch holds its slot for as long as the job runs."""
+
+
+@dataclass(slots=True)
+class WorkerFleets:
+    """The fleets that this worker's fleet files name."""
+
+    specs: dict[str, FleetSpec] = field(default_factory=dict)
+    backends: dict[str, Backend] = field(default_factory=dict)
+
+    def spec(self, fleet: str) -> FleetSpec:
+        if fleet not in self.specs:
+            raise KeyError(f"fleet {fleet!r} is not known to this worker, it serves {', '.join(sorted(self.specs)) or 'none'}")
+        return self.specs[fleet]
+
+    def backend(self, fleet: str) -> Backend:
+        self.spec(fleet)
+        return self.backends[fleet]
+
+    async def close(self) -> None:
+        for backend in self.backends.values():
+            await backend.close()
+
+
+def make_fleets(settings: Settings) -> WorkerFleets:
+    """Read the fleet files and make a backend for each.
+
+    Raises:
+        Mistake: a file cannot be used, two have the same name, or a backend is not there yet.
+    """
+    fleets = WorkerFleets()
+    agent = build_agent(settings.state / "agent")
+    for path in settings.fleets:
+        spec = read_fleet(path)
+        if spec.name in fleets.specs:
+            raise Mistake(f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker")
+        if spec.backend != "local":
+            raise Mistake(f"fleet file {path}: backend {spec.backend!r} is not supported yet, expected local")
+        fleets.specs[spec.name] = spec
+        fleets.backends[spec.name] = LocalBackend(spec, settings.state, agent, settings.answer_within)
+    return fleets
+
+
+def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Worker:
+    jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
+    records, logs = RecordActivities(settings.state / "archive"), LogActivities(fleets, settings.state / "archive")
+    return Worker(
+        client,
+        task_queue=settings.task_queue,
+        workflows=[TrainingJob],
+        activities=[
+            jobs.acquire_nodes,
+            jobs.launch_ranks,
+            jobs.stop_ranks,
+            watch.watch_ranks,
+            records.archive_incidents,
+            logs.read_logs,
+            logs.read_incidents,
+        ],
+        max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
+        # A job that is not in the cache is replayed from its whole history at each event.
+        max_cached_workflows=max(1000, 2 * settings.jobs),
+        workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
+        activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+        # A worker that was killed delays the next decision by this much; the default is 10 s.
+        sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),
+        # Cancellations ride on heartbeats, and progress shown to people too.
+        max_heartbeat_throttle_interval=timedelta(seconds=1),
+        graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown),
+    )
+
+
+async def serve(settings: Settings) -> None:
+    """Work until SIGTERM or SIGINT; then hand over what is running and end."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    fleets = make_fleets(settings)
+    client = await connect(settings.state)
+    await ensure_namespace(client)
+    try:
+        async with make_worker(client, settings, fleets):
+            logging.getLogger("relaunch").info("worker serves task queue %s, fleets %s", settings.task_queue, ", ".join(fleets.specs))
+            await stop.wait()
+    finally:
+        await fleets.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="worker.py", description="Carry out jobs. Settings come from RELAUNCH_* and relaunch.toml.")
+    parser.add_argument("--jobs", type=int, help="how many jobs to watch at once (each holds one activity slot)")
+    parser.add_argument("--state", type=Path, help="folder of local nodes and archived incidents")
+    parser.add_argument("--fleet", type=Path, action="append", help="a fleet file; may be given again")
+    parser.add_argument("--show-settings", action="store_true", help="print every setting with its source, and end")
+    arguments = parser.parse_args()
+    overrides = {"jobs": arguments.jobs, "state": arguments.state, "fleets": tuple(arguments.fleet) if arguments.fleet else None}
+    try:
+        settings = read_settings(**overrides)
+        if arguments.show_settings:
+            for name, value, source in describe_settings(settings, tuple(key for key, given in overrides.items() if given is not None)):
+                sys.stdout.write(f"{name:<18} {value:<40} {source}\n")
+            return 0
+        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if settings.metrics:
+            Runtime.set_default(Runtime(telemetry=TelemetryConfig(metrics=PrometheusConfig(bind_address=settings.metrics))))
+        asyncio.run(serve(settings))
+    except Mistake as mistake:
+        sys.stderr.write(f"worker.py: {mistake}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

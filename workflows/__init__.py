@@ -1,0 +1,1 @@
+"""Remembers: the durable workflows."""

@@ -1,0 +1,130 @@
+"""What goes into and comes out of the job workflow: its argument, its result, and what people may send to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from recovery.events import CancelRequested, Event, MessageRejected, NodeDeclaredDead, RetryRequested
+from recovery.model import Incident, JobState, Phase
+from recovery.policy import Policy
+from recovery.spec import JobSpec, Name, Strict
+
+TASK_QUEUE = "relaunch"
+WORKFLOW_ID_PREFIX = "job/"
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What a run hands to the run that continues it, beside the state."""
+
+    inbox: tuple[Event, ...] = ()
+    after_seq: dict[str, int] = field(default_factory=dict)
+    """The newest observation taken from each node in this generation."""
+    deadline: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJobInput:
+    spec: JobSpec
+    policy: Policy
+    submitted_by: str = ""
+    because: str = ""
+    previous: JobState | None = None
+    """`retry` of a closed job: what its last submission knew. Budgets and history go on, tokens are new."""
+    renew_budgets: bool = False
+    avoid_nodes: tuple[str, ...] = ()
+    resume: JobState | None = None
+    """Set by continue-as-new only."""
+    carried: Carried = Carried()
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """Readable in the web UI with no worker alive."""
+
+    name: str
+    phase: Phase
+    exit_code: int
+    because: str
+    generation: int
+    incidents: tuple[Incident, ...]
+    incidents_archived: int
+    state: JobState
+    """`retry` of a closed job starts from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveIncidentsInput:
+    namespace: str
+    job: str
+    incidents: tuple[Incident, ...]
+
+
+class CancelMessage(Strict):
+    because: str = ""
+    by: str = ""
+
+
+class RetryMessage(Strict):
+    because: str = ""
+    by: str = ""
+    avoid_nodes: tuple[Name, ...] = ()
+    renew_budgets: bool = False
+
+
+class ReportMessage(Strict):
+    node: Name | None = None
+    declared: Literal["dead"] = "dead"
+    because: str = ""
+    by: str = ""
+
+
+class PolicyMessage(Strict):
+    policy: dict[str, object] = {}
+    """Keys as in a policy file, laid over the policy the job has."""
+    because: str = ""
+    by: str = ""
+
+
+def cancel_event(raw: Any) -> Event:
+    message = CancelMessage.model_validate(raw)
+    return CancelRequested(message.because, message.by)
+
+
+def retry_event(raw: Any) -> Event:
+    message = RetryMessage.model_validate(raw)
+    return RetryRequested(message.because, message.by, message.avoid_nodes, message.renew_budgets)
+
+
+def report_event(raw: Any) -> Event:
+    message = ReportMessage.model_validate(raw)
+    if message.node is None:
+        return MessageRejected("report", "node: missing, expected the name of a node")
+    return NodeDeclaredDead(message.node, message.because, message.by)
+
+
+def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
+    """Lay keys over a policy: mappings key by key, a cause's ladder as a whole."""
+    merged = policy.model_dump(mode="json")
+    for key, value in changes.items():
+        below = merged.get(key)
+        merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+    return Policy.model_validate(merged)
+
+
+def explain(error: ValidationError) -> str:
+    """One sentence for the first thing that is wrong in what a person wrote."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key"
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    return (
+        f"{where}: {what} (got {first['input']!r})" if where and first["type"] != "value_error" else f"{where}: {what}" if where else what
+    )

@@ -1,0 +1,203 @@
+"""What a job orders: one function per activity, with its timeouts, its retries and what the web UI calls it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.workflow import ActivityCancellationType
+
+with workflow.unsafe.imports_passed_through():
+    from activities.job import (
+        AcquireNodesInput,
+        AcquireNodesOutput,
+        JobActivities,
+        LaunchRanksInput,
+        LaunchRanksOutput,
+        PreparedNode,
+        StopRanksInput,
+    )
+    from activities.records import RecordActivities
+    from activities.watch import WatchActivities, WatchRanksInput, WatchReport, beat_interval
+    from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, RanksStopped
+    from recovery.fencing import fences
+    from recovery.model import Incident, JobState, Relaunch, Slot, Token
+    from workflows.messages import ArchiveIncidentsInput
+
+SHARD = 256
+"""Nodes that one watch or launch activity serves. One activity per node would be thousands of events a generation."""
+
+BEAT = timedelta(seconds=6)
+"""Heartbeat timeout of launches and stops, which beat every second: how soon a dead worker's work is taken over."""
+KEEP_TRYING = RetryPolicy(initial_interval=timedelta(milliseconds=200), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=10))
+"""For activities that change nothing when repeated. They end by an answer, never by a number of attempts."""
+REATTACH = RetryPolicy(initial_interval=timedelta(milliseconds=100), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=5))
+"""For watches: a new one re-attaches, so a retry spends nothing."""
+FOR_EVER = timedelta(days=3650)
+"""For activities whose end is an event in the world; the server wants a number."""
+DETACH = ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
+"""A cancelled activity has let go of the nodes before the workflow goes on."""
+
+
+def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [names[first : first + SHARD] for first in range(0, len(names), SHARD)]
+
+
+async def acquire(job: JobState, decision: Relaunch, excluded: tuple[str, ...], *, wait: bool) -> AcquireNodesOutput:
+    count = job.spec.node_count
+    return await workflow.execute_activity_method(
+        JobActivities.acquire_nodes,
+        AcquireNodesInput(
+            fleet=job.spec.fleet,
+            count=count,
+            keep=job.slots if decision.keep_nodes else (),
+            exclude=excluded,
+            wait=wait,
+            # A submission that was terminated told nobody where its ranks are.
+            older_than=job.token if not job.slots else None,
+        ),
+        start_to_close_timeout=FOR_EVER if wait else timedelta(minutes=5),
+        heartbeat_timeout=timedelta(minutes=1) if wait else None,
+        retry_policy=KEEP_TRYING,
+        summary=f"wait until {count} nodes answer" if wait else f"find {count} nodes that answer",
+    )
+
+
+async def launch(job: JobState, token: Token, slots: tuple[Slot, ...]) -> Event:
+    """Prepare and start every shard; across shards this workflow is the barrier between the two rounds."""
+    parts = [slots[first : first + SHARD] for first in range(0, len(slots), SHARD)]
+    if len(parts) == 1:
+        return _outcome(job, token, [await _launch_shard(job, token, slots, 0, "launch")])
+    prepared = await asyncio.gather(
+        *(_launch_shard(job, token, part, index * SHARD, "prepare", prepare_only=True) for index, part in enumerate(parts))
+    )
+    if any(output.refusals or output.unreachable for output in prepared):
+        return _outcome(job, token, prepared)
+    everybody = tuple(node for output in prepared for node in output.prepared)
+    started = await asyncio.gather(
+        *(_launch_shard(job, token, part, index * SHARD, "start", everybody=everybody) for index, part in enumerate(parts))
+    )
+    return _outcome(job, token, started)
+
+
+async def _launch_shard(
+    job: JobState,
+    token: Token,
+    shard: tuple[Slot, ...],
+    first: int,
+    verb: str,
+    *,
+    prepare_only: bool = False,
+    everybody: tuple[PreparedNode, ...] = (),
+) -> LaunchRanksOutput:
+    timeouts = job.policy.timeouts
+    order = LaunchRanksInput(
+        token=token,
+        spec=job.spec,
+        slots=shard,
+        timeouts=timeouts,
+        max_restarts=job.policy.max_restarts,
+        fences=fences(job),
+        first_group_rank=first,
+        everybody=everybody,
+        prepare_only=prepare_only,
+    )
+    try:
+        return await workflow.execute_activity_method(
+            JobActivities.launch_ranks,
+            order,
+            start_to_close_timeout=timeouts.stop_grace + timedelta(minutes=2),
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"{verb} generation {token.generation} on {_names(tuple(slot.node for slot in shard))}",
+        )
+    except ActivityError as error:
+        cause = error.cause
+        if isinstance(cause, ApplicationError) and cause.non_retryable:
+            why = "secret_missing" if cause.type == "SecretMissing" else "controller"
+            return LaunchRanksOutput(refusals=(NodeRefusal(shard[0].node, why, cause.message),))
+        raise
+
+
+def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
+    """What a launch came to: refused beats unreachable beats success, shard by shard."""
+    if refusals := tuple(refusal for output in outputs for refusal in output.refusals):
+        return LaunchRefused(token.generation, refusals)
+    if unreachable := tuple(node for output in outputs for node in output.unreachable):
+        started = any(output.start_sent for output in outputs)
+        because = next(output.because for output in outputs if output.unreachable)
+        # Whoever did not answer may still take the order to start, as long as it is valid.
+        return LaunchFailed(token.generation, unreachable, started, job.policy.timeouts.valid_for if started else timedelta(0), because)
+    stopped = [output.stopped_at for output in outputs if output.stopped_at is not None]
+    started_at = [output.started_at for output in outputs if output.started_at is not None]
+    return Launched(token.generation, max(stopped), max(started_at))
+
+
+async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]) -> WatchReport:
+    timeouts = job.policy.timeouts
+    names = set(nodes)
+    return await workflow.execute_activity_method(
+        WatchActivities.watch_ranks,
+        WatchRanksInput(
+            token=job.token,
+            fleet=job.spec.fleet,
+            nodes=nodes,
+            ranks_per_node=job.spec.ranks_per_node,
+            launched_at=job.launched_at or workflow.now(),
+            timeouts=timeouts,
+            hang=job.policy.hang,
+            after_seq={node: seq for node, seq in after_seq.items() if node in names},
+            lost=tuple(node for node in job.lost_names if node in names),
+            report_at_step=job.report_at_step,
+            progress_expected=job.furthest_step is not None or job.progress is not None,
+        ),
+        start_to_close_timeout=FOR_EVER,
+        heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),
+        retry_policy=REATTACH,
+        cancellation_type=DETACH,
+        summary=f"watch generation {job.generation} on {_names(nodes)}",
+    )
+
+
+async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
+    """Stop a generation and all below it. Returns when every node is proven clean, or must have fenced itself; with `once`, after one try."""
+    unreachable = f"; {_names(job.lost_names)} cannot be reached and must fence first" if job.lost and not once else ""
+    stopped = await workflow.execute_activity_method(
+        JobActivities.stop_ranks,
+        StopRanksInput(
+            token=replace(job.token, generation=generation),
+            fleet=job.spec.fleet,
+            nodes=nodes,
+            timeouts=job.policy.timeouts,
+            gang_size=job.spec.node_count,
+            unheard_for=tuple((lost.node, workflow.now() - lost.last_heard_at) for lost in job.lost),
+            fences=fences(job),
+            once=once,
+        ),
+        start_to_close_timeout=FOR_EVER,
+        heartbeat_timeout=BEAT,
+        retry_policy=KEEP_TRYING,
+        cancellation_type=DETACH,
+        summary=f"{summary} on {_names(nodes)}{unreachable}",
+    )
+    return RanksStopped(job.generation, stopped.nodes, stopped.at, stopped.fenced)
+
+
+async def archive(job: JobState, incidents: tuple[Incident, ...]) -> None:
+    await workflow.execute_activity_method(
+        RecordActivities.archive_incidents,
+        ArchiveIncidentsInput(job.namespace, job.name, incidents),
+        start_to_close_timeout=timedelta(minutes=1),
+        retry_policy=KEEP_TRYING,
+        summary=f"archive {len(incidents)} closed incidents",
+    )
+
+
+def _names(names: tuple[str, ...]) -> str:
+    """Short enough for a summary, which holds 200 bytes."""
+    return ", ".join(names[:3]) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"

@@ -1,0 +1,131 @@
+"""What the web UI shows of a job: search attributes, memo, and the page's current details. No secrets in any of these."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
+
+from recovery.decide import tries_used
+from recovery.model import JobState, Phase
+from recovery.policy import Strategy
+
+PHASE = SearchAttributeKey.for_keyword("Phase")
+CAUSE = SearchAttributeKey.for_keyword("Cause")
+STRATEGY = SearchAttributeKey.for_keyword("Strategy")
+NODES = SearchAttributeKey.for_keyword_list("Nodes")
+GENERATION = SearchAttributeKey.for_int("Generation")
+
+DETAILS_LIMIT = 18_000
+"""Bytes; the server takes 20,000."""
+MOST_INCIDENTS = 8
+
+ICONS = {
+    Phase.RUNNING: "🟢",
+    Phase.SUCCEEDED: "✅",
+    Phase.FAILED: "🔴",
+    Phase.CANCELLED: "⚪",
+    Phase.NODE_LOST: "🟠",
+    Phase.WAITING_FOR_PERSON: "🙋",
+    Phase.WAITING_FOR_NODES: "🟠",
+}
+
+
+def attributes(job: JobState) -> dict[str, object]:
+    """What the search attributes should be now; compare before upserting, each upsert is an event."""
+    incident = job.incident
+    last = next((d.strategy for d in reversed(incident.decisions) if d.strategy), None) if incident else None
+    return {
+        "Phase": job.phase.value,
+        "Generation": job.generation,
+        "Cause": incident.cause.value if incident else None,
+        "Strategy": last,
+        "Nodes": list(incident.nodes[:8]) if incident and incident.nodes else None,
+    }
+
+
+def updates(before: dict[str, object], after: dict[str, object]) -> list[SearchAttributeUpdate[Any]]:
+    result: list[SearchAttributeUpdate[Any]] = []
+    for key in (PHASE, GENERATION, CAUSE, STRATEGY, NODES):
+        value = after.get(key.name)
+        if value == before.get(key.name):
+            continue
+        result.append(key.value_unset() if value is None else key.value_set(value))  # type: ignore[arg-type]
+    return result
+
+
+def memo(job: JobState) -> dict[str, object]:
+    return {"phase": job.phase.value, "because": job.because, "next": _next(job)}
+
+
+def current_details(job: JobState, now: datetime) -> str:
+    """The job's page as an incident report: what is, why, what next, what is left, how to overrule it. Markdown."""
+    lines = [
+        f"## {ICONS.get(job.phase, '🔵')} {job.phase} · generation {job.generation}",
+        "",
+        f"**Why** {job.because}",
+        "",
+        f"**Next** {_next(job)}",
+        "",
+    ]
+    if job.lost:
+        lines += ["**Not answering** " + ", ".join(f"{lost.node} (last heard {_clock(lost.last_heard_at)})" for lost in job.lost[:8]), ""]
+    if job.slots:
+        shown = ", ".join(slot.node for slot in job.slots[:16])
+        lines += [f"**Nodes** {shown}" + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""), ""]
+    if job.avoided:
+        lines += ["**Avoided** " + ", ".join(avoided.node for avoided in job.avoided[:16]), ""]
+    lines += ["### Budgets", "", "| budget | spent | of |", "|---|---|---|"]
+    lines += [f"| the job's own restarts | {job.restarts_spent} | {job.policy.max_restarts} |"]
+    lines += [f"| generations without progress | {job.flat_generations} | {job.policy.no_progress_stop} |"]
+    for cause, ladder in sorted(job.policy.causes.items()):
+        for rung in ladder:
+            used = tries_used(job, cause, rung, now)
+            if used and rung.strategy not in (Strategy.FAIL, Strategy.ASK):
+                window = f" in {rung.window}" if rung.window else ""
+                lines += [f"| {cause}: {rung.strategy}{window} | {used} | {rung.tries if rung.tries is not None else 'unlimited'} |"]
+    lines += [""]
+    if job.incident is not None:
+        incident = job.incident
+        lines += [f"### Open incident: {incident.cause}", "", f"{_clock(incident.opened)} {incident.because}", ""]
+        lines += [f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.because}" for d in incident.decisions[-8:]]
+        if incident.traceback:
+            lines += ["", "```", incident.traceback[-2000:].replace("```", "'''"), "```"]
+        lines += [""]
+    closed = job.incidents[-MOST_INCIDENTS:]
+    if closed:
+        total = len(job.incidents) + job.incidents_archived
+        lines += [f"### Closed incidents ({total})", "", "| opened | lasted | cause | why | how it closed |", "|---|---|---|---|---|"]
+        for incident in reversed(closed):
+            lasted = f"{((incident.closed or now) - incident.opened).total_seconds():.1f} s"
+            lines += [
+                f"| {_clock(incident.opened)} | {lasted} | {incident.cause} | {_cell(incident.because)} | {_cell(incident.outcome or '')} |"
+            ]
+        lines += [""]
+    if job.notices:
+        lines += ["### Notices", "", *(f"- {notice}" for notice in job.notices), ""]
+    if not job.phase.is_final:
+        lines += [
+            "### To overrule it",
+            "",
+            "Send a signal from this page (one JSON object, every field optional, or none at all):",
+            "",
+            '- `cancel` `{"because": "…", "by": "you"}` stops every rank and ends the job',
+            '- `force_retry` `{"because": "…", "avoid_nodes": ["n2"], "renew_budgets": false}` launches a new generation now',
+            '- `report` `{"node": "n2", "declared": "dead", "because": "…"}` you vouch that nothing runs on n2 any more',
+        ]
+    text = "\n".join(lines)
+    return text if len(text.encode()) <= DETAILS_LIMIT else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
+
+
+def _next(job: JobState) -> str:
+    return job.next.what + (f" (at {_clock(job.next.at)})" if job.next.at else "")
+
+
+def _clock(at: datetime) -> str:
+    return at.strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")[:200]
