@@ -1,0 +1,311 @@
+"""Starts jobs, looks at them, and sends them what people say. Every refusal is a `Mistake`: one sentence, nothing changed."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from temporalio.client import (
+    ActivityFailureError,
+    Client,
+    WorkflowExecutionDescription,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+)
+from temporalio.common import (
+    SearchAttributeKey,
+    SearchAttributePair,
+    TypedSearchAttributes,
+    WorkflowIDConflictPolicy,
+    WorkflowIDReusePolicy,
+)
+from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from console.files import check_name
+from console.views import Watch, merge_watches
+from recovery.model import Incident, JobState
+from recovery.policy import Policy
+from recovery.spec import JobSpec
+from settings import Mistake
+from workflows.log_messages import ReadIncidentsInput, ReadIncidentsOutput
+from workflows.messages import WORKFLOW_ID_PREFIX, CancelMessage, JobResult, ReportMessage, RetryMessage, TrainingJobInput
+
+WORKFLOW = "TrainingJob"
+TASK_TIMEOUT = timedelta(seconds=3)
+"""After which another worker takes over from one that died with a workflow task in its hands; the default is 10 s."""
+QUERY_WITHIN = timedelta(seconds=5)
+"""A live worker answers in milliseconds, one that replays a long history in a second or two; without one nobody ever does."""
+ACTIVITY_WITHIN = timedelta(seconds=10)
+PHASE = SearchAttributeKey.for_keyword("Phase")
+GENERATION = SearchAttributeKey.for_int("Generation")
+LOOKED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Look:
+    """A job as it is now, and who says so."""
+
+    name: str
+    run_id: str
+    open: bool
+    status: str
+    """Temporal's word."""
+    history_length: int
+    state: JobState | None
+    source: str
+    """`worker`, `result`, or `memo` when nobody could be asked."""
+    memo: Mapping[str, Any]
+    watch: Watch | None = None
+
+    @property
+    def phase(self) -> str:
+        return str(self.state.phase) if self.state else str(self.memo.get("phase", self.status))
+
+
+def whoami() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"{os.getuid()}@{socket.gethostname()}"
+
+
+def handle_of(client: Client, name: str) -> WorkflowHandle[Any, Any]:
+    return client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{check_name('job', name)}")
+
+
+async def submit(
+    client: Client,
+    task_queue: str,
+    spec: JobSpec,
+    policy: Policy,
+    because: str = "",
+    previous: JobState | None = None,
+    renew_budgets: bool = False,
+    avoid: tuple[str, ...] = (),
+) -> WorkflowHandle[Any, Any]:
+    """Start a job.
+
+    Raises:
+        Mistake: a job of that name runs already.
+    """
+    argument = TrainingJobInput(
+        spec=spec,
+        policy=policy,
+        submitted_by=whoami(),
+        because=because,
+        previous=previous,
+        renew_budgets=renew_budgets,
+        avoid_nodes=avoid,
+    )
+    try:
+        return await client.start_workflow(
+            WORKFLOW,
+            argument,
+            id=f"{WORKFLOW_ID_PREFIX}{spec.name}",
+            task_queue=task_queue,
+            task_timeout=TASK_TIMEOUT,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+            id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
+            static_summary=f"{spec.name}: {spec.world_size} ranks on {spec.node_count} nodes"[:200],
+            static_details=f"    {' '.join(spec.command)}"[:2000] + f"\n\nfleet {spec.fleet}, submitted by {argument.submitted_by}",
+            search_attributes=TypedSearchAttributes([SearchAttributePair(PHASE, "QUEUED"), SearchAttributePair(GENERATION, 0)]),
+            memo={"phase": "QUEUED", "because": because or "submitted", "next": "nodes are acquired"},
+        )
+    except WorkflowAlreadyStartedError:
+        now = await look(client, spec.name)
+        generation = f", generation {now.state.generation}" if now.state else ""
+        raise Mistake(
+            f"job {spec.name} runs already ({now.phase}{generation}): expected another name, or `starter.py cancel {spec.name}` before"
+        ) from None
+    except RPCError as error:
+        if error.status == RPCStatusCode.INVALID_ARGUMENT and "search attribute" in error.message.lower():
+            raise Mistake(
+                f"namespace {client.namespace} does not know relaunch's search attributes: start a worker first, it adds them"
+            ) from None
+        raise
+
+
+async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
+    try:
+        return await handle_of(client, name).describe()
+    except RPCError as error:
+        if error.status == RPCStatusCode.NOT_FOUND:
+            raise Mistake(f"no job {name!r} in namespace {client.namespace}: `starter.py jobs` lists those there are") from None
+        raise
+
+
+async def look(client: Client, name: str, known: Look | None = None) -> Look:
+    """Look at a job. With `known`, whoever watches it is asked anew, the workflow only if something has happened in it since."""
+    described = await describe(client, name)
+    is_open = described.status == WorkflowExecutionStatus.RUNNING
+    length = described.raw_description.workflow_execution_info.history_length
+    state: JobState | None
+    if known and known.state and (known.run_id, known.history_length, known.open) == (described.run_id, length, is_open):
+        state, source = known.state, known.source
+    else:
+        state, source = await _state(client, described)
+    return Look(
+        name=name,
+        run_id=described.run_id,
+        open=is_open,
+        status=described.status.name if described.status else "UNKNOWN",
+        history_length=length,
+        state=state,
+        source=source,
+        memo=await described.memo(),
+        watch=merge_watches(await _heartbeats(client, described)) if is_open else None,
+    )
+
+
+async def _state(client: Client, described: WorkflowExecutionDescription) -> tuple[JobState | None, str]:
+    handle = client.get_workflow_handle(described.id, run_id=described.run_id, result_type=JobResult)
+    if described.status == WorkflowExecutionStatus.COMPLETED:
+        try:
+            result: JobResult = await handle.result(follow_runs=False)
+            return result.state, "result"
+        except WorkflowFailureError:
+            pass
+    try:
+        return await handle.query("state", result_type=JobState, rpc_timeout=QUERY_WITHIN), "worker"
+    except (WorkflowQueryFailedError, WorkflowQueryRejectedError):
+        return None, "memo"
+    except RPCError as error:
+        if error.status in (
+            RPCStatusCode.DEADLINE_EXCEEDED,
+            RPCStatusCode.CANCELLED,
+            RPCStatusCode.FAILED_PRECONDITION,
+            RPCStatusCode.INVALID_ARGUMENT,
+            RPCStatusCode.NOT_FOUND,
+        ):
+            return None, "memo"
+        raise
+
+
+async def _heartbeats(client: Client, described: WorkflowExecutionDescription) -> list[Mapping[str, Any]]:
+    details: list[Mapping[str, Any]] = []
+    for pending in described.raw_description.pending_activities:
+        if pending.activity_type.name == "watch_ranks" and pending.heartbeat_details.payloads:
+            values = await client.data_converter.decode(list(pending.heartbeat_details.payloads))
+            details += [value for value in values[:1] if isinstance(value, Mapping)]
+    return details
+
+
+async def incidents(client: Client, task_queue: str, now: Look) -> tuple[list[Incident], str | None]:
+    """Return all incidents of a job, oldest first, and a sentence when some could not be read."""
+    if now.state is None:
+        raise Mistake(f"job {now.name}: no worker answers and its last run left no result, so its incidents cannot be read: start a worker")
+    state = now.state
+    kept = [*state.incidents, *([state.incident] if state.incident else [])]
+    if state.incidents_archived == 0:
+        return kept, None
+    try:
+        archived = await client.execute_activity(
+            "read_incidents",
+            ReadIncidentsInput(client.namespace, now.name),
+            id=f"read_incidents/{now.name}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=ReadIncidentsOutput,
+            start_to_close_timeout=ACTIVITY_WITHIN,
+            schedule_to_close_timeout=ACTIVITY_WITHIN,
+            summary=f"history of {now.name}",
+        )
+    except ActivityFailureError:
+        return kept, f"{state.incidents_archived} older incidents are in the worker's archive, and no worker answers"
+    opened = {incident.opened for incident in kept}
+    return [*(incident for incident in archived.incidents if incident.opened not in opened), *kept], None
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    phase: str
+    generation: int | None
+    submitted: datetime
+    ended: datetime | None
+    status: str
+
+
+async def list_jobs(client: Client) -> list[Row]:
+    """The newest run of every job, newest first."""
+    newest: dict[str, Row] = {}
+    async for run in client.list_workflows(f'WorkflowType = "{WORKFLOW}"'):
+        name = run.id.removeprefix(WORKFLOW_ID_PREFIX)
+        before = newest.get(name)
+        if run.status == WorkflowExecutionStatus.CONTINUED_AS_NEW or (before and before.submitted >= run.start_time):
+            continue
+        status = run.status.name if run.status else "UNKNOWN"
+        ended_badly = status in ("TERMINATED", "TIMED_OUT", "FAILED")  # the workflow itself could not say so any more
+        phase = status if ended_badly else run.typed_search_attributes.get(PHASE) or status
+        newest[name] = Row(name, phase, run.typed_search_attributes.get(GENERATION), run.start_time, run.close_time, status)
+    return sorted(newest.values(), key=lambda row: row.submitted, reverse=True)
+
+
+async def cancel(client: Client, name: str, because: str) -> None:
+    await _signal_open(client, name, "cancel", CancelMessage(because=because, by=whoami()))
+
+
+async def _signal_open(client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage) -> None:
+    try:
+        await handle_of(client, name).signal(signal, message)
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+        now = await look(client, name)
+        raise Mistake(f"job {name} has ended ({now.phase}): {signal} is for jobs that run") from None
+
+
+async def retry(client: Client, task_queue: str, name: str, because: str, avoid: tuple[str, ...], renew_budgets: bool) -> str:
+    """Relaunch a running job, or start a closed one again from what it knew. Return a sentence that says which."""
+    avoid = tuple(check_name("node", node) for node in avoid)
+    described = await describe(client, name)
+    if described.status == WorkflowExecutionStatus.RUNNING:
+        await _signal_open(
+            client, name, "force_retry", RetryMessage(because=because, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets)
+        )
+        return f"job {name} runs: it was asked for a new generation"
+    now = await look(client, name)
+    if now.state is None:
+        raise Mistake(f"job {name} ended as {now.status} without a result and no worker answers for it: start one, or submit the job anew")
+    await submit(client, task_queue, now.state.spec, now.state.policy, because, now.state, renew_budgets, avoid)
+    return f"job {name} had ended ({now.phase}): started again with its history and budgets"
+
+
+async def declare_dead(client: Client, node: str, because: str) -> tuple[str, ...]:
+    """Tell every running job that may have ranks on a node that nothing runs there any more; return the jobs.
+
+    Raises:
+        Mistake: no running job has to do with the node.
+    """
+    check_name("node", node)
+    gate = asyncio.Semaphore(LOOKED_AT_ONCE)
+
+    async def concerned(name: str) -> tuple[str, bool | None]:
+        async with gate:
+            state = (await look(client, name)).state
+        if state is None:
+            return name, None
+        return name, node in (*(slot.node for slot in state.slots), *state.maybe_alive, *state.lost_names)
+
+    running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
+    answers = await asyncio.gather(*(concerned(name) for name in running))
+    told = tuple(name for name, is_concerned in answers if is_concerned)
+    for name in told:
+        await _signal_open(client, name, "report", ReportMessage(node=node, because=because, by=whoami()))
+    if silent := [name for name, is_concerned in answers if is_concerned is None]:
+        raise Mistake(
+            f"node {node}: told {', '.join(told) or 'no job'}; no worker answers for {', '.join(silent)}: start a worker and say it again"
+        )
+    if not told:
+        raise Mistake(f"node {node}: no running job has ranks on it, so nobody was told")
+    return told

@@ -1,0 +1,284 @@
+#!/usr/bin/env python3
+"""The command line of relaunch: starts jobs, shows them, and sends them what people say. `starter.py --help` has the commands."""
+
+from __future__ import annotations
+
+import gc
+
+from interpreter import use_project_python
+
+if __name__ == "__main__":
+    use_project_python()
+    # Nothing that is imported is ever garbage, and looking for it costs a tenth of the start.
+    gc.disable()
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from settings import Mistake, Settings, read_settings
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
+nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What people say about nodes.")
+policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Policies: what is tried after a fault, and how often.")
+app.add_typer(nodes_app, name="nodes")
+app.add_typer(policy_app, name="policy")
+
+Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
+Because = Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")]
+Job = Annotated[str, typer.Argument(metavar="JOB")]
+State = Annotated[Path | None, typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch.")]
+Value = TypeVar("Value")
+BAD_INPUT = 2
+
+
+def say(text: str) -> None:
+    print(f"relaunch: {text}", file=sys.stderr, flush=True)
+
+
+def with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
+    """Read the settings, connect, and do one thing."""
+
+    async def connected() -> Value:
+        from connection import connect
+
+        settings = read_settings()
+        return await work(await connect(settings.state), settings)
+
+    return asyncio.run(connected())
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+@app.command()
+def up(
+    state: State = None,
+    port: Annotated[int, typer.Option(help="Of the Temporal server; 0: any.")] = 7233,
+    ui_port: Annotated[int | None, typer.Option(help="Of the web UI; default: port + 1000.")] = None,
+    fleet: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine.")] = None,
+    worker: Annotated[bool, typer.Option(help="Run a worker, too.")] = True,
+    attended: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Run server, web UI and worker in this terminal; ctrl-C stops them, ranks live on."""
+    from console import files, service
+
+    settings = read_settings(state=state)
+    fleets = tuple(fleet or settings.fleets)
+    for path in fleets:
+        files.read_fleet(path)
+    lock = service.prepare_state(settings.state)
+    chosen = service.choose_port("--port", port)
+    ui = service.choose_port("--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0)
+    with lock:
+        fleets = fleets or (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
+        asyncio.run(service.serve(service.Service(settings.state, chosen, ui, fleets, worker), say, attended))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD…")],
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    nproc: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
+    policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the job; default: after the script, with the time.")] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the ranks.")] = None,
+    fleet: Annotated[str | None, typer.Option(help="A fleet's name.")] = None,
+) -> None:
+    """Run one job to its end, print what its ranks print, and exit with its exit code. Brings its own server where none runs."""
+    from console import run as runner
+
+    settings = read_settings()
+    values = runner.job_of(command, nodes, nproc, policy, name, env or [], fleet)
+    raise typer.Exit(asyncio.run(runner.run(settings, values, say)))
+
+
+@app.command()
+def submit(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml")],
+    name: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Instead of the file's nproc_per_node.")] = None,
+    policy: Annotated[str | None, typer.Option(help="A preset or a file, instead of the file's.")] = None,
+    fleet: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    because: Because = "",
+    follow: Annotated[bool, typer.Option(help="Stay until it ends; exit with its exit code.")] = False,
+) -> None:
+    """Start the job of a file."""
+    from console import files
+
+    flags = {"name": name, "nodes": nodes, "nproc_per_node": nproc, "policy": policy, "fleet": fleet}
+    spec, resolved = files.read_job(job, {key: value for key, value in flags.items() if value is not None})
+
+    async def work(client: Client, settings: Settings) -> int:
+        from console import jobs
+        from console.follow import follow_lines, follow_live
+
+        await jobs.submit(client, settings.task_queue, spec, resolved, because)
+        print(f"job {spec.name} submitted: {spec.world_size} ranks on {spec.node_count} nodes", flush=True)
+        if not follow:
+            return 0
+        return await (follow_live(client, spec.name) if sys.stdout.isatty() else follow_lines(client, spec.name, print))
+
+    raise typer.Exit(with_client(work))
+
+
+@app.command("jobs")
+def list_jobs(as_json: Json = False) -> None:
+    """List the jobs there are and were."""
+    from console import jobs, tables
+
+    rows = with_client(lambda client, _: jobs.list_jobs(client))
+    print_json([tables.row(row) for row in rows]) if as_json else tables.print_jobs(rows, datetime.now(UTC))
+
+
+@app.command()
+def show(job: Job, as_json: Json = False) -> None:
+    """Show one job: where it is, why, and what comes next."""
+    from console import jobs, tables
+
+    now = with_client(lambda client, _: jobs.look(client, job))
+    view = tables.show_view(now, datetime.now(UTC))
+    print_json(view) if as_json else tables.print_show(view, now)
+
+
+@app.command("next")
+def next_(job: Job, as_json: Json = False) -> None:
+    """Say what happens next to a job, and when."""
+    from console import jobs, tables
+
+    view = tables.show_view(with_client(lambda client, _: jobs.look(client, job)), datetime.now(UTC))["next"]
+    print_json(view) if as_json else print(view["what"] + (f" at {view['at']}" if view["at"] else ""))
+
+
+@app.command()
+def history(job: Job, as_json: Json = False) -> None:
+    """Show every incident of a job, and what was decided."""
+
+    async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
+        from console import jobs, views
+
+        incidents, missing = await jobs.incidents(client, settings.task_queue, await jobs.look(client, job))
+        return [views.history_entry(incident) for incident in incidents], missing
+
+    from console import tables
+
+    entries, missing = with_client(work)
+    print_json(entries) if as_json else tables.print_history(job, entries)
+    if missing:
+        say(missing)
+
+
+@app.command()
+def follow(job: Job) -> None:
+    """Watch a job until it ends; exit with its exit code."""
+
+    async def work(client: Client, _: Settings) -> int:
+        from console.follow import follow_lines, follow_live
+
+        return await (follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print))
+
+    raise typer.Exit(with_client(work))
+
+
+@app.command()
+def logs(
+    job: Job,
+    rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    generation: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
+    tail: Annotated[int | None, typer.Option(min=0, help="Begin with the last so many lines of each rank.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until they end.")] = False,
+) -> None:
+    """Print what the ranks of one generation printed."""
+
+    async def work(client: Client, settings: Settings) -> None:
+        from console import logs as reading
+
+        await reading.print_job_logs(client, settings.task_queue, job, rank, generation, tail, follow, say)
+
+    with_client(work)
+
+
+@app.command()
+def cancel(job: Job, because: Because = "") -> None:
+    """Stop every rank of a job and end it as CANCELLED."""
+    from console import jobs
+
+    with_client(lambda client, _: jobs.cancel(client, job, because))
+    print(f"job {job} is being cancelled")
+
+
+@app.command()
+def retry(
+    job: Job,
+    because: Because = "",
+    avoid: Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that is not used again.")] = None,
+    renew_budgets: Annotated[bool, typer.Option("--renew-budgets", help="Forget what was spent.")] = False,
+) -> None:
+    """Launch a running job anew, or start one that has ended again with its history."""
+    from console import jobs
+
+    print(with_client(lambda client, s: jobs.retry(client, s.task_queue, job, because, tuple(avoid or ()), renew_budgets)))
+
+
+@nodes_app.command("declare-dead")
+def declare_dead(node: Annotated[str, typer.Argument(metavar="NODE")], because: Annotated[str, typer.Option(help="How you know.")]) -> None:
+    """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere."""
+    from console import jobs
+
+    told = with_client(lambda client, _: jobs.declare_dead(client, node, because))
+    print(f"node {node} is dead: told {', '.join(told)}")
+
+
+@policy_app.command("presets")
+def presets() -> None:
+    """List the presets."""
+    from recovery.policy import preset_names
+
+    print("\n".join(preset_names()))
+
+
+@policy_app.command("check")
+def check(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+    """Say whether a policy can be used."""
+    from console import files
+
+    files.read_policy(str(file.resolve()) if file.exists() else str(file))
+    print(f"{file} can be used")
+
+
+def main() -> int:
+    """Run the command line; a mistake is one sentence and exit code 2."""
+    try:
+        app()
+    except Mistake as mistake:
+        say(str(mistake))
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `starter.py jobs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        # The SDK is imported only by commands that use it.
+        service = sys.modules.get("temporalio.service")
+        if service is None or not isinstance(error, service.RPCError):
+            raise
+        say(f"the Temporal server did not do it: {error.message} ({error.status.name})")
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
