@@ -1,0 +1,37 @@
+"""The rank that all contenders of the benchmark run: it says when it started, then counts steps for ever.
+
+It refuses to import more than it needs, so that what is measured is the launcher and not the rank.
+"""
+
+import os
+import sys
+import time
+
+STARTED = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+def report_start() -> None:
+    """Append `<CLOCK_MONOTONIC ns> <rank> <generation> <pid>`; one short O_APPEND write is never torn."""
+    path = os.environ.get("BENCH_STARTS") or (sys.argv[1] if len(sys.argv) > 1 else "")
+    if not path:
+        sys.exit("no file to report the start to: set BENCH_STARTS or give it as the first argument")
+    generation = os.environ.get("RELAUNCH_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    line = f"{STARTED} {os.environ.get('RANK', '0')} {generation} {os.getpid()}\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(file, line.encode())
+    os.close(file)
+
+
+def count_steps(path: str) -> None:
+    step = 0
+    while True:
+        time.sleep(0.1)
+        step += 1
+        if path:
+            with open(path, "w") as file:
+                file.write(f'{{"step": {step}}}')
+
+
+if __name__ == "__main__":
+    report_start()
+    count_steps(os.environ.get("RELAUNCH_PROGRESS_FILE", ""))
