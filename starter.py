@@ -13,6 +13,7 @@ if __name__ == "__main__":
     gc.disable()
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -262,6 +263,8 @@ def main() -> int:
     """Run the command line; a mistake is one sentence and exit code 2."""
     try:
         app()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except Mistake as mistake:
         say(str(mistake))
         return BAD_INPUT
@@ -280,5 +283,17 @@ def main() -> int:
     return 0
 
 
+def leave(code: int) -> None:
+    """End the process without taking the interpreter apart.
+
+    The SDK's native threads may still deliver the answer to a call that nobody awaits any more; into an interpreter that is
+    being finalized that is an abort (seen: exit code -6 after everything was done), and it would hide a job's exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

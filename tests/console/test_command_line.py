@@ -1,0 +1,282 @@
+"""The command line as people use it: real processes, a real server, a job workflow that only remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.client import Client
+from temporalio.testing import WorkflowEnvironment
+from temporalio.worker import Worker
+
+from connection import data_converter, ensure_namespace, process_started, running_up
+from console import jobs
+from console.service import find_server
+from settings import Mistake
+from tests.console.fake_job import FakeTrainingJob, incident, read_incidents, read_logs
+from workflows.messages import TASK_QUEUE
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTER = str(ROOT / "starter.py")
+DEADLINE = 20.0
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+def bare_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TEMPORAL_", "RELAUNCH_"))}
+    return {**ours, **changes}
+
+
+async def starter(folder: Path, *words: str, **changes: str) -> Done:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, STARTER, *words, cwd=folder, env=bare_environment(changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return Done(process.returncode or 0, out.decode(), err.decode())
+
+
+@dataclass
+class Place:
+    """A server with a worker, and a folder to stand in."""
+
+    client: Client
+    address: str
+    folder: Path
+
+    async def starter(self, *words: str) -> Done:
+        return await starter(self.folder, *words, TEMPORAL_ADDRESS=self.address)
+
+    def write_job(self, name: str, *command: str) -> str:
+        (self.folder / f"{name}.yaml").write_text(f"name: {name}\ncommand: {json.dumps(list(command) or ['wait'])}\nnodes: 2\n")
+        return f"{name}.yaml"
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    environment = await WorkflowEnvironment.start_local(
+        dev_server_existing_path=str(find_server()), dev_server_log_level="error", data_converter=data_converter()
+    )
+    async with environment:
+        client = environment.client
+        await ensure_namespace(client)
+        activities: list[Callable[..., Any]] = [read_logs, read_incidents]
+        async with Worker(client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=activities):
+            yield Place(client, client.service_client.config.target_host, tmp_path)
+
+
+def one_sentence(done: Done, *words: str) -> None:
+    lines = done.err.strip().splitlines()
+    assert (done.code, done.out, len(lines)) == (2, "", 1), done
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("submit", "job.yaml"), ("job.yaml:2: comand: unknown key", "command")),
+        (("submit", "none.yaml"), ("none.yaml cannot be read",)),
+        (("run", "--", "no-such-program"), ("'no-such-program' is not found",)),
+        (("run", "--nodes", "0", "--", "true"), ("--nodes: 0 is not a number of nodes",)),
+        (("run", "--name", "a/b", "--", "true"), ("--name: 'a/b' is not a name",)),
+        (("run", "--policy", "harsh", "--", "true"), ("--policy: 'harsh' is neither a preset",)),
+        (("show", "llama"), ("no server", "starter.py up")),
+        (("up", "--port", "PORT"), ("port PORT cannot be used", "--port")),
+        (("up", "--ui-port", "PORT", "--port", "0"), ("port PORT cannot be used", "--ui-port")),
+        (("up", "--fleet", "job.yaml"), ("job.yaml:2: ", "unknown key")),
+        (("up", "--state", "job.yaml/state"), ("state folder job.yaml/state cannot be written",)),
+        (("run", "--", "true"), ("state folder .relaunch/runs", "cannot be written")),
+        (("policy", "check", "job.yaml"), ("job.yaml:1: ", "unknown key")),
+    ],
+)
+async def test_bad_input_is_one_sentence_and_nothing_starts(tmp_path: Path, words: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\ncomand: [b]\n")
+    if words == ("run", "--", "true"):
+        (tmp_path / ".relaunch").write_text("a file where the state folder should be")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = await starter(tmp_path, *(word.replace("PORT", port) for word in words))
+        one_sentence(done, *(word.replace("PORT", port) for word in expected))
+    assert not (tmp_path / ".relaunch" / "runs").exists()
+    assert not list(tmp_path.rglob("temporal.db"))
+
+
+async def test_a_server_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    one_sentence(await starter(tmp_path, "jobs", TEMPORAL_ADDRESS=address), f"server at {address} cannot be reached")
+
+
+def test_any_python_starts_it(tmp_path: Path) -> None:
+    outside = Path(os.path.realpath(sys.executable))
+    for command in ([str(outside), STARTER], [STARTER]):
+        process = subprocess.run([*command, "policy", "presets"], cwd=tmp_path, capture_output=True, text=True, env=bare_environment({}))
+        assert (process.returncode, process.stderr) == (0, "")
+        assert "default" in process.stdout.split()
+
+
+async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> None:
+    job = place.write_job("llama")
+    first = await place.starter("submit", job)
+    assert (first.code, first.out) == (0, "job llama submitted: 2 ranks on 2 nodes\n"), first
+    one_sentence(await place.starter("submit", job), "job llama runs already (RUNNING, generation 1)")
+
+    view = json.loads((await place.starter("show", "llama", "--json")).out)
+    assert (view["name"], view["phase"], view["nodes"]) == ("llama", "RUNNING", ["local-1", "local-2"])
+    assert json.loads((await place.starter("next", "llama", "--json")).out) == {"what": "nodes are acquired", "at": None}
+
+    assert (await place.starter("retry", "llama", "--avoid", "local-2", "--because", "slow")).code == 0
+    told = await place.starter("nodes", "declare-dead", "local-2", "--because", "unplugged")
+    assert (told.code, told.out) == (0, "node local-2 is dead: told llama\n"), told
+    one_sentence(await place.starter("nodes", "declare-dead", "n9", "--because", "x"), "n9", "no running job")
+    now = await jobs.look(place.client, "llama")
+    assert now.state is not None
+    assert (now.state.generation, now.state.notices) == (2, ("['local-2']", "local-2 dead: unplugged"))
+
+    assert (await place.starter("cancel", "llama", "--because", "enough")).code == 0
+    followed = await place.starter("follow", "llama")
+    assert (followed.code, "llama CANCELLED: cancelled: enough" in followed.out) == (143, True), followed
+    one_sentence(await place.starter("cancel", "llama"), "llama has ended (CANCELLED)")
+    assert "had ended (CANCELLED): started again" in (await place.starter("retry", "llama")).out
+    await place.client.get_workflow_handle("job/llama").terminate()
+
+
+async def test_names_of_nothing_and_odd_names_are_one_sentence(place: Place) -> None:
+    one_sentence(await place.starter("show", "nobody"), "no job 'nobody' in namespace default")
+    one_sentence(await place.starter("cancel", "../x y"), "'../x y' is not a name")
+    one_sentence(await place.starter("retry", "nobody", "--avoid", "a b"), "node 'a b' is not a name")
+
+
+async def test_run_prints_every_rank_and_exits_as_the_job_does(place: Place) -> None:
+    (place.folder / "exit").write_text("#!/bin/sh\n")
+    (place.folder / "exit").chmod(0o755)
+    environment = {"TEMPORAL_ADDRESS": place.address, "PATH": f"{place.folder}:{os.environ['PATH']}"}
+    done = await starter(place.folder, "run", "--name", "seven", "--nproc", "2", "--", "exit", "7", **environment)
+    assert done.code == 7, done
+    assert sorted(done.out.splitlines()) == [f"[rank {r}] g1 rank {r} {word}" for r in (0, 1) for word in ("begins", "ends")]
+    assert "relaunch: job seven FAILED" in done.err
+    assert "root cause: APPLICATION: rank 3 exited with code 1" in done.err
+    assert "| ValueError: loss is nan" in done.err
+    assert (await starter(place.folder, "run", "--name", "zero", "--", "exit", "0", **environment)).code == 0
+
+    listed = json.loads((await place.starter("jobs", "--json")).out)
+    assert {(row["name"], row["ended"] is not None) for row in listed} == {("seven", True), ("zero", True)}
+    entries = json.loads((await place.starter("history", "seven", "--json")).out)
+    assert [entry["cause"] for entry in entries] == ["APPLICATION"]
+    assert "ValueError: loss is nan" in (await place.starter("show", "seven")).out
+    printed = await place.starter("logs", "seven", "--rank", "1")
+    assert printed.out == "[rank 1] g1 rank 1 begins\n[rank 1] g1 rank 1 ends\n", printed
+    one_sentence(await place.starter("logs", "seven", "--generation", "2"), "no generation 2: expected 1 to 1")
+
+
+async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None:
+    process = subprocess.Popen(  # noqa: ASYNC220  (signals and lines are easier with it, and reads go to a thread)
+        [sys.executable, STARTER, "run", "--name", "long", "--", "sleep", "1000"],
+        cwd=place.folder,
+        env=bare_environment({"TEMPORAL_ADDRESS": place.address}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while "submitted" not in (line := await asyncio.to_thread(process.stderr.readline)):
+        assert line, "run ended before the job was submitted"
+    while "RUNNING" not in await asyncio.to_thread(process.stderr.readline):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = await asyncio.to_thread(process.communicate, None, DEADLINE)
+    assert process.returncode == 143
+    assert "cancelling job long; ctrl-C again leaves at once" in err
+    assert "job long CANCELLED: cancelled: ctrl-C" in err
+
+
+async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_memo_when_no_worker_lives(place: Place) -> None:
+    await place.starter("submit", place.write_job("done", "exit", "0"), "--follow")
+    now = await jobs.look(place.client, "done")
+    assert (now.source, now.open, now.phase) == ("result", False, "SUCCEEDED")
+    spec = now.state.spec.model_copy(update={"name": "orphan"}) if now.state else None
+    assert spec is not None and now.state is not None
+    await jobs.submit(place.client, "nobody-polls", spec, now.state.policy, because="try")
+    shown = await place.starter("show", "orphan", "--json")
+    view = json.loads(shown.out)
+    assert (view["phase"], view["because"], view["source"]) == ("QUEUED", "try", "memo")
+    with pytest.raises(Mistake, match="orphan: no worker answers"):
+        await jobs.incidents(place.client, TASK_QUEUE, await jobs.look(place.client, "orphan"))
+
+
+async def test_archived_incidents_come_before_those_still_held(place: Place) -> None:
+    await place.starter("submit", place.write_job("done", "exit", "1"), "--follow")
+    now = await jobs.look(place.client, "done")
+    assert now.state is not None
+    held = now.state
+    from dataclasses import replace
+
+    archived = replace(now, state=replace(held, incidents_archived=1))
+    entries, missing = await jobs.incidents(place.client, TASK_QUEUE, archived)
+    assert ([entry.because for entry in entries], missing) == (["an old one of done", incident().because], None)
+
+
+def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_killed(tmp_path: Path) -> None:
+    command = [sys.executable, STARTER, "up", "--no-worker", "--port", "0", "--ui-port", "0"]
+    up = subprocess.Popen(command, cwd=tmp_path, env=bare_environment({}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    state = tmp_path / ".relaunch"
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while running_up(state) is None:
+            assert up.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        listed = subprocess.run([sys.executable, STARTER, "jobs"], cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True)
+        assert (listed.returncode, listed.stdout, listed.stderr) == (0, "no jobs\n", "")
+        second = subprocess.run(command, cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True)
+        assert second.returncode == 2 and "another `starter.py up` runs on state folder" in second.stderr
+        servers = children_of(up.pid)
+        assert servers
+        os.kill(servers[0], signal.SIGKILL)
+        while not (again := [pid for pid in children_of(up.pid) if pid not in servers]):
+            assert up.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        up.kill()
+        up.wait()
+    while any(process_started(pid) for pid in again):
+        assert time.monotonic() < deadline, "the server outlived the `up` that was killed"
+        time.sleep(0.02)
+    assert running_up(state) is None
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] not in "ZX":
+            found.append(int(folder.name))
+    return found
+
+
+async def test_the_namespace_is_ensured_twice_without_harm(place: Place) -> None:
+    await ensure_namespace(place.client)
+
+
+def test_import_of_the_command_line_needs_neither_backends_nor_activities() -> None:
+    code = "import starter, console.run, console.follow, console.tables, console.service, sys; print(*sys.modules)"
+    modules: Any = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {name.partition(".")[0] for name in modules} & {"backends", "activities", "agent", "numpy", "boto3", "paramiko", "worker"}

@@ -1,0 +1,75 @@
+"""What `show` and `history` print: the keys are a promise."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from console.logs import Printer
+from console.views import budgets, history_entry, history_lines, merge_watches, show, show_lines
+from recovery.model import Progress, Try
+from recovery.policy import Cause, Strategy
+from tests.console.fake_job import T0, TRACEBACK, incident, job_state
+
+SHOW_KEYS = {"name", "phase", "generation", "nodes", "ranks", "progress", "budgets", "incidents", "because", "next"}
+HISTORY_KEYS = {"opened", "closed", "generation", "cause", "nodes", "because", "decisions", "times"}
+
+
+def test_show_has_the_promised_keys() -> None:
+    view = json.loads(json.dumps(show(job_state(incident=incident(), incidents=(incident(closed=T0),), incidents_archived=3), None, T0)))
+    assert view.keys() >= SHOW_KEYS
+    assert (view["nodes"], view["ranks"], view["incidents"], view["progress"]) == (["local-1", "local-2"], 4, 5, None)
+    assert view["next"] == {"what": "nodes are acquired", "at": None}
+    assert any("ValueError: loss is nan" in line for line in show_lines(view))
+
+
+def test_progress_is_the_watchers_newest_word_of_this_generation_or_the_states() -> None:
+    state = job_state(progress=Progress(7, T0))
+    assert show(state, None, T0)["progress"] == {"step": 7, "at": "2026-03-01T12:00:00Z"}
+    fresh = merge_watches(
+        [{"generation": 1, "step": 9, "at": "x", "rate": 2, "values": {"loss": 3.5}}, {"generation": 1, "step": 12, "at": "y"}]
+    )
+    assert show(state, fresh, T0)["progress"] == {"step": 9, "at": "x", "rate": 2.0, "values": {"loss": 3.5}}
+    stale = merge_watches([{"generation": 0, "step": 99, "at": "x"}])
+    assert show(state, stale, T0)["progress"] == {"step": 7, "at": "2026-03-01T12:00:00Z"}
+
+
+def test_heartbeats_of_another_version_are_read_as_far_as_they_go() -> None:
+    assert merge_watches([]) is None
+    odd = merge_watches([{"step": None, "rate": "fast", "values": [1], "reachable": 3}, {"unreachable": ["n9"], "reachable": 4}])
+    assert odd is not None
+    assert (odd.step, odd.rate, odd.values, odd.reachable, odd.unreachable) == (None, None, {}, 7, ("n9",))
+
+
+def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
+    entry = json.loads(json.dumps(history_entry(incident(stopped=T0 + timedelta(seconds=2.5), closed=T0 + timedelta(seconds=9)))))
+    assert entry.keys() >= HISTORY_KEYS
+    assert entry["times"] == {"detected": 0.25, "decided": 1.0, "stopped": 2.5, "launched": None, "recovered": None}
+    assert entry["decisions"] == [
+        {"at": "2026-03-01T12:00:01Z", "decision": "Relaunch", "strategy": "RESTART_IN_PLACE", "because": "first try of 3", "spent": True}
+    ]
+    assert entry["traceback"] == TRACEBACK
+    assert any("stopped 2.50 s" in line for line in history_lines(entry))
+
+
+def test_budgets_count_only_tries_that_still_count() -> None:
+    old = Try(T0 - timedelta(hours=30), Cause.NODE_LOST, Strategy.REPLACE_NODE, False)
+    tries = (
+        old,
+        *(Try(T0, cause, s, True) for cause, s in [(Cause.NODE_LOST, Strategy.REPLACE_NODE), (Cause.HANG, Strategy.RESTART_IN_PLACE)]),
+    )
+    view = budgets(job_state(tries=tries, restarts_spent=2, flat_generations=1), T0 + timedelta(minutes=1))
+    assert view["max_restarts"] == {"spent": 2, "limit": 8}
+    assert view["no_progress"] == {"spent": 1, "limit": 3}
+    assert view["causes"].keys() == {"NODE_LOST", "HANG"}
+    assert view["causes"]["NODE_LOST"][0] == {"strategy": "REPLACE_NODE", "used": 1, "allowed": 6, "window": 86400.0}
+    assert view["causes"]["NODE_LOST"][1]["allowed"] is None
+
+
+def test_log_lines_are_printed_whole_and_aligned(capsys: object) -> None:
+    printer = Printer(world_size=12, colour=False)
+    printer.feed(3, "one\ntw")
+    printer.feed(11, "eleven\n")
+    printer.feed(3, "o\nend")
+    printer.flush()
+    assert capsys.readouterr().out == "[rank 3]  one\n[rank 11] eleven\n[rank 3]  two\n[rank 3]  end\n"  # type: ignore[attr-defined]
