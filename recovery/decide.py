@@ -33,6 +33,7 @@ from recovery.events import (
 from recovery.fencing import fences, may_leave_lost_behind
 from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Relaunch, Stop, Wait
 from recovery.policy import OWN_CAUSES, Cause, Rung, Strategy
+from recovery.spec import duration
 
 CANCELLED_EXIT_CODE = 130
 """128 + SIGINT, what a shell reports for a command that Ctrl-C ended."""
@@ -125,7 +126,7 @@ def _running(job: JobState, because: str, now: datetime) -> Wait:
     return Wait(
         Phase.RUNNING,
         because,
-        next=f"the incident closes when {passed}, or after {job.policy.healthy_for} without a fault",
+        next=f"the incident closes when {passed}, or after {duration(job.policy.healthy_for)} without a fault",
         until=max(healthy_at, now),
     )
 
@@ -135,7 +136,10 @@ def _lost_next(job: JobState) -> str:
         return "when it answers it simply goes on; after the deadline a person is asked"
     if not may_leave_lost_behind(job):
         return "no node answers, so nothing can be proven stopped: training goes on when one answers"
-    return "when it answers it simply goes on; when the other ranks stop advancing, ranks are launched without it, once it must have stopped its own"
+    return (
+        "when it answers it simply goes on; when the other ranks stop advancing, "
+        "ranks are launched without it, once it must have stopped its own"
+    )
 
 
 def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
@@ -146,15 +150,16 @@ def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Dec
 def _on_deadline(job: JobState, now: datetime) -> Decision:
     match job.phase:
         case Phase.RUNNING:
-            return _running(job, f"no fault for {job.policy.healthy_for}", now)
+            return _running(job, f"no fault for {duration(job.policy.healthy_for)}", now)
         case Phase.NODE_LOST:
             return Ask(
-                f"{_names(job.lost_names)} did not answer for {job.policy.timeouts.ask_after}",
+                f"{_names(job.lost_names)} did not answer for {duration(job.policy.timeouts.ask_after)}",
                 question="wait on, `nodes declare-dead` it, `retry` or `cancel`?",
             )
         case Phase.WAITING_FOR_NODES:
             return Ask(
-                f"not enough nodes answered within {job.policy.timeouts.answer_within}", question="add nodes and `retry`, or `cancel`?"
+                f"not enough nodes answered within {duration(job.policy.timeouts.answer_within)}",
+                question="add nodes and `retry`, or `cancel`?",
             )
         case Phase.WAITING_FOR_PERSON if job.lost:
             return Ask(
@@ -162,7 +167,7 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
                 question="`nodes declare-dead` it, `retry` or `cancel`?",
             )
         case Phase.WAITING_FOR_PERSON:
-            return Stop(Phase.FAILED, f"nobody answered within {job.policy.timeouts.answer_within}: {job.because}", exit_code=1)
+            return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.because}", exit_code=1)
         case _:
             return Ignore(f"nothing waits in phase {job.phase}")
 

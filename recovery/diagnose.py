@@ -32,7 +32,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case LaunchRefused():
             return _of_refusal(fault)
         case RanksHung() | FaultObserved() if job.lost:
-            silent = ", ".join(job.lost_names)
+            silent = ", ".join(job.lost_names[:4]) + (f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else "")
             then = fault.because if isinstance(fault, RanksHung) else _first_words(fault.observations)
             return Diagnosis(Cause.NODE_LOST, f"{silent}: no answer ({job.lost[0].because}); then {then}", nodes=job.lost_names)
         case RanksHung():

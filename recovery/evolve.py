@@ -49,6 +49,7 @@ from recovery.model import (
     Wait,
 )
 from recovery.policy import OWN_CAUSES, Cause
+from recovery.spec import duration
 
 KEPT_DECISIONS = 40
 """Of one incident; a loop of relaunches must not fill the state."""
@@ -82,14 +83,14 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             stopped_nothing = job.incident is not None and all(d.decision in ("Wait", "Ask") for d in job.incident.decisions)
             return _close(job, now, f"{event.node} came back by itself, nothing was stopped") if stopped_nothing and not job.lost else job
         case ProgressSeen():
-            if job.progress is not None and event.step <= job.progress.step:
-                return job
-            return replace(job, progress=Progress(event.step, event.at))
+            if job.progress is None or event.step > job.progress.step:
+                job = replace(job, progress=Progress(event.step, event.at))
+            # The next fault may be in the same report: what was passed before it is passed.
+            return _pass(job, event, now)
         case StepReached():
-            passed = job.report_at_step is not None and event.step >= job.report_at_step
-            return _renew(_close(job, event.at, f"training passed step {event.step - 1}"), now) if passed else job
+            return _pass(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
-            return _renew(_close(job, now, f"no fault for {job.policy.healthy_for}"), now)
+            return _renew(_close(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
         case RanksSucceeded():
             return replace(_close(job, now, "all ranks exited with 0"), maybe_alive=(), lost=())
         case RanksStopped():
@@ -243,8 +244,8 @@ def _open(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) 
         generation=job.generation,
         cause=diagnosis.cause,
         because=diagnosis.because,
-        nodes=diagnosis.nodes,
-        ranks=diagnosis.ranks[:16],
+        nodes=diagnosis.nodes[:NAMED],
+        ranks=diagnosis.ranks[:NAMED],
         certainty=diagnosis.certainty,
         traceback=diagnosis.traceback[-TRACEBACK_LIMIT:],
         reached=reached,
@@ -253,6 +254,8 @@ def _open(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) 
     return replace(job, incident=incident)
 
 
+NAMED = 16
+"""Suspects kept in an incident: when a rack of hundreds goes, a person needs to see that, not each name ten times over."""
 TRACEBACK_LIMIT = 4096
 """Characters kept of the root cause's traceback, from its end, where the error stands."""
 
@@ -263,6 +266,12 @@ def _close(job: JobState, at: datetime, outcome: str) -> JobState:
     recovered = at if job.ending is None or job.ending.phase is Phase.SUCCEEDED else None
     closed = replace(job.incident, closed=at, recovered=recovered, outcome=outcome)
     return replace(job, incident=None, incidents=(*job.incidents, closed))
+
+
+def _pass(job: JobState, event: ProgressSeen | StepReached, now: datetime) -> JobState:
+    if job.report_at_step is None or event.step < job.report_at_step:
+        return job
+    return _renew(_close(job, event.at, f"training passed step {event.step - 1}"), now)
 
 
 def _renew(job: JobState, now: datetime) -> JobState:

@@ -27,6 +27,8 @@ class Pace:
     advanced_at: datetime | None = None
     intervals: tuple[float, ...] = ()
     """Seconds between advances, the newest last."""
+    steps: tuple[int, ...] = ()
+    """By how many steps each of them advanced: a watcher sees one report for many steps."""
     doing: str | None = None
     """What a rank says it is busy with beside stepping: checkpoint, evaluation."""
 
@@ -35,11 +37,17 @@ def advance(pace: Pace, step: int, at: datetime, doing: str | None = None) -> Pa
     """Take in the step that all reporting ranks have reached."""
     if pace.step is not None and step <= pace.step:
         return replace(pace, doing=doing)
-    intervals = pace.intervals
+    intervals, steps = pace.intervals, pace.steps
     if pace.step is not None and pace.advanced_at is not None:
-        # One report may stand for many steps: the interval between advances is what a watcher can see.
         intervals = (*intervals, max(0.0, (at - pace.advanced_at).total_seconds()))[-KEPT_INTERVALS:]
-    return replace(pace, step=step, advanced_at=at, intervals=intervals, expected=True, doing=doing)
+        steps = (*steps, step - pace.step)[-KEPT_INTERVALS:]
+    return replace(pace, step=step, advanced_at=at, intervals=intervals, steps=steps, expected=True, doing=doing)
+
+
+def rate(pace: Pace, advances: int = 10) -> float | None:
+    """Steps a second over the newest advances; None: not known yet."""
+    seconds = sum(pace.intervals[-advances:])
+    return sum(pace.steps[-advances:]) / seconds if seconds > 0 else None
 
 
 def limit(pace: Pace, limits: HangLimits) -> timedelta | None:

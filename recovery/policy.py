@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from recovery.spec import Duration, Strict
+from recovery.spec import Duration, Strict, duration
 
 PRESETS = Path(__file__).with_name("presets")
 
@@ -135,29 +135,28 @@ def impossible_timeouts(timeouts: Timeouts, hang: HangLimits) -> list[str]:
         sentences.append("timeouts.heartbeat is 0s: it must be more")
     if timeouts.lease < 3 * timeouts.heartbeat:
         sentences.append(
-            f"timeouts.lease is {_seconds(timeouts.lease)} and timeouts.heartbeat {_seconds(timeouts.heartbeat)}: two lost heartbeats would end the lease; "
-            f"set lease to at least {_seconds(3 * timeouts.heartbeat)}"
+            f"timeouts.lease is {duration(timeouts.lease)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            "two lost heartbeats would end the lease; "
+            f"set lease to at least {duration(3 * timeouts.heartbeat)}"
         )
     if timeouts.lost_after < 2 * timeouts.heartbeat:
         sentences.append(
-            f"timeouts.lost_after is {_seconds(timeouts.lost_after)} and timeouts.heartbeat {_seconds(timeouts.heartbeat)}: one late heartbeat would lose a node; "
-            f"set lost_after to at least {_seconds(2 * timeouts.heartbeat)}"
+            f"timeouts.lost_after is {duration(timeouts.lost_after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            "one late heartbeat would lose a node; "
+            f"set lost_after to at least {duration(2 * timeouts.heartbeat)}"
         )
     if timeouts.fence_after < timeouts.heartbeat:
         sentences.append(
-            f"timeouts.fence_after is {_seconds(timeouts.fence_after)} and timeouts.heartbeat {_seconds(timeouts.heartbeat)}: a short silence would fence a node; "
-            f"set fence_after to at least {_seconds(timeouts.heartbeat)}"
+            f"timeouts.fence_after is {duration(timeouts.fence_after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            "a short silence would fence a node; "
+            f"set fence_after to at least {duration(timeouts.heartbeat)}"
         )
     if isinstance(hang.after, timedelta) and hang.after < 3 * timeouts.heartbeat:
         sentences.append(
-            f"hang.after is {_seconds(hang.after)} and timeouts.heartbeat {_seconds(timeouts.heartbeat)}: steps are seen once a heartbeat, "
-            f"so training that advances would count as hung; set hang.after to at least {_seconds(3 * timeouts.heartbeat)}"
+            f"hang.after is {duration(hang.after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: steps are seen once a heartbeat, "
+            f"so training that advances would count as hung; set hang.after to at least {duration(3 * timeouts.heartbeat)}"
         )
     return sentences
-
-
-def _seconds(value: timedelta) -> str:
-    return f"{value.total_seconds():g}s"
 
 
 @cache

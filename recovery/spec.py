@@ -38,6 +38,19 @@ def parse_duration(value: Any) -> Any:
     return value
 
 
+def duration(value: timedelta) -> str:
+    """Write a duration as users do: 90s, 5m, 1h30m, 2d."""
+    seconds = value.total_seconds()
+    if seconds % 1 or seconds < 60:
+        return f"{seconds:g}s"
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, seconds = divmod(int(seconds), size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"
+
+
 def _not_negative(value: timedelta) -> timedelta:
     if value < timedelta(0):
         raise ValueError(f"{value} is negative: a duration is 0s or more")

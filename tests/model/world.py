@@ -63,9 +63,7 @@ class Message:
 
 
 class World:
-    def __init__(
-        self, rates: Iterable[float], *, ring: bool = False, fences: bool = True, broken: Broken | None = None
-    ) -> None:
+    def __init__(self, rates: Iterable[float], *, ring: bool = False, fences: bool = True, broken: Broken | None = None) -> None:
         self.now = 0.0
         self.broken, self.ring, self.fences = broken, ring, fences
         self.nodes = [Node(rate, fences, broken) for rate in rates]

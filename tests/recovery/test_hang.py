@@ -1,0 +1,65 @@
+"""Whether training stands still."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from recovery.hang import Pace, advance, hung, limit, rate
+from recovery.policy import HangLimits
+from tests.recovery.builders import T0, at
+
+LEARNED = HangLimits()
+FIXED = HangLimits(after=timedelta(seconds=30))
+
+
+def stepping(steps: int, seconds: float, by: int = 1) -> Pace:
+    pace = Pace(started_at=T0, expected=True)
+    for index in range(steps + 1):
+        pace = advance(pace, index * by, at(index * seconds))
+    return pace
+
+
+def test_what_never_reported_is_never_called_hung() -> None:
+    assert hung(Pace(T0, expected=False), FIXED, at(10**9)) is None
+
+
+def test_a_job_that_reported_before_has_until_first_step() -> None:
+    pace = Pace(T0, expected=True)
+    assert hung(pace, LEARNED, at(30 * 60)) is None
+    assert "no step was reported" in (hung(pace, LEARNED, at(30 * 60 + 1)) or "")
+
+
+def test_a_flat_step_is_a_hang_after_the_limit() -> None:
+    pace = stepping(3, 1.0)
+    assert hung(pace, FIXED, at(33)) is None
+    assert "step 3 has not changed for 31 s" in (hung(pace, FIXED, at(34)) or "")
+
+
+def test_the_learned_limit_is_five_times_the_longest_interval_and_never_below_a_minute() -> None:
+    assert timedelta(seconds=60) == limit(stepping(10, 1.0), LEARNED)
+    assert timedelta(seconds=500) == limit(stepping(10, 100.0), LEARNED)
+
+
+def test_nothing_is_learned_from_the_first_few_steps() -> None:
+    assert LEARNED.first_step == limit(stepping(4, 1.0), LEARNED)
+
+
+@pytest.mark.parametrize(("doing", "allowed"), [("checkpoint", timedelta(minutes=20)), ("evaluation", timedelta(minutes=60))])
+def test_a_rank_that_says_it_is_busy_has_longer(doing: str, allowed: timedelta) -> None:
+    assert allowed == limit(advance(stepping(10, 1.0), 11, at(11), doing), LEARNED)
+
+
+def test_off_is_off() -> None:
+    assert hung(stepping(3, 1.0), HangLimits(after="off"), at(10**9)) is None
+
+
+def test_a_step_that_goes_back_is_no_advance() -> None:
+    pace = stepping(3, 1.0)
+    assert pace.advanced_at == advance(pace, 1, at(100)).advanced_at
+
+
+def test_the_rate_counts_steps_not_reports() -> None:
+    assert 5.0 == rate(stepping(10, 2.0, by=10))
+    assert rate(Pace(T0, expected=True)) is None
