@@ -35,7 +35,7 @@ types: setup
 	$(PY) -m mypy
 
 bench: setup
-	$(PY) benchmarks/run.py
+	$(PY) -m benchmarks.run
 
 chaos: setup
 	$(PY) -m tests.chaos

@@ -41,5 +41,5 @@ class Torchrun(Contender):
 
 def version(python: str) -> str | None:
     """torch's version under that interpreter, or None where torch cannot be imported."""
-    answer = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    answer = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,61 @@
+"""What a launcher costs while its ranks run undisturbed: processor time and memory of every process that is no rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.contenders import alive
+
+MARK = "BENCH_MARK"
+"""In the environment of everything that a contender starts; it is inherited, also by daemons."""
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    processes: int
+    cpu_percent: float
+    """Of one core."""
+    memory_mib: float
+    """Proportional set size: shared pages are divided among those who share them."""
+
+
+def marked(mark: str) -> set[int]:
+    wanted = f"{MARK}={mark}".encode()
+    found = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0") and not alive(int(entry)):
+                found.add(int(entry))
+        except OSError:
+            continue
+    return found
+
+
+def measure_idle(mark: str, seconds: float) -> Idle:
+    before = {pid: _ticks(pid) for pid in marked(mark)}
+    time.sleep(seconds)
+    used = sum(_ticks(pid) - ticks for pid, ticks in before.items())
+    memory = sum(_pss(pid) for pid in before)
+    return Idle(len(before), 100.0 * used / TICK / seconds, memory / 1024)
+
+
+def _ticks(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def _pss(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)

@@ -1,0 +1,65 @@
+"""relaunch as a contender: `starter.py run` against a running `up`, two local nodes with two ranks each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.contenders import ROOT, WORLD_SIZE, Contender, free_port, rank_command
+
+READY_WITHIN = 30.0
+POLICY = """\
+max_restarts: 1000
+no_progress_stop: off
+causes: {UNKNOWN: [{strategy: RESTART_IN_PLACE}]}
+"""
+"""Every other value is the default's: a benchmark kills more often than a job fails."""
+
+
+class Relaunch(Contender):
+    name = "relaunch, 2 nodes"
+
+    def __init__(self, state: Path) -> None:
+        super().__init__()
+        self._state = state
+        self._environment = {**os.environ, "RELAUNCH_STATE": str(state)}
+        self._policy = state / "policy.yaml"
+        self._jobs = 0
+        self._up: subprocess.Popen[bytes] | None = None
+
+    def bring_up(self) -> None:
+        """Start the service; it is there before anybody types a command, as an operating system is."""
+        self._state.mkdir(parents=True, exist_ok=True)
+        self._policy.write_text(POLICY)
+        ports = [str(free_port()), str(free_port())]
+        command = [sys.executable, str(ROOT / "starter.py"), "up", "--state", str(self._state), "--port", ports[0], "--ui-port", ports[1]]
+        with (self._state / "up.log").open("wb") as log:
+            self._up = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+        deadline = time.monotonic() + READY_WITHIN
+        while (
+            subprocess.run([sys.executable, str(ROOT / "starter.py"), "jobs"], env=self._environment, capture_output=True).returncode != 0
+        ):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"`up` is not ready within {READY_WITHIN:g} s: see {self._state / 'up.log'}")
+        # The first job finds the worker still importing; that is no part of any other job's start.
+        subprocess.run([*self._run("warm-up"), "true"], env=self._environment, capture_output=True, check=True)
+
+    def launch(self, folder: Path) -> None:
+        self._jobs += 1
+        os.environ["RELAUNCH_STATE"] = str(self._state)
+        command = [*self._run(f"bench-{self._jobs}", "--env", f"BENCH_STARTS={self.starts_file}"), *rank_command()]
+        self.spawn(command, folder / "run.log")
+
+    def _run(self, name: str, *options: str) -> list[str]:
+        per_node = str(WORLD_SIZE // 2)
+        shape = ["--nodes", "2", "--nproc", per_node, "--policy", str(self._policy), "--name", name]
+        return [sys.executable, str(ROOT / "starter.py"), "run", *shape, *options, "--"]
+
+    def take_down(self) -> None:
+        if self._up is not None:
+            self._up.terminate()
+            self._up.wait()
+            self._up = None
