@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+from agent.children import COMMANDS, write
 from agent.protocol import Refused, line
-from agent.session import COMMANDS, Session, write
+from agent.session import Session
 from agent.state import open_state
 
 

@@ -1,7 +1,7 @@
 """The keeper of one generation: forks its ranks, reaps them, journals exits, holds the lease.
 
-It restarts its supervisor when that dies. It talks to nobody else but the commands that give it orders,
-reads no progress and no logs, and never waits for anybody.
+It talks to nobody but its supervisor and the commands that give it orders, reads no progress and no logs,
+and never waits for anybody.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from agent import processes, ranks, supervisor
 from agent.faults import pass_by
 from agent.journal import Journal
 from agent.lease import Lease
+from agent.link import SupervisorLink
 from agent.loop import Channel, Loop
 from agent.protocol import Json, Refused, Token, now
 from agent.state import Generation, boot_id, write_json
 
 IDLE = 5.0
 """Seconds between looks at the clock when nothing is due."""
-SUPERVISOR_SILENCE = 10.0
-"""A supervisor says something every 2 s; one that is silent for five times that is frozen, and is replaced."""
-RESTART_PAUSE = 0.5
-"""A supervisor that dies as soon as it is born must not eat a core."""
 SWEEP = (0.01, 0.25)
 """Seconds between looks for what is left while stopping: from quick to patient."""
 FAREWELL = 1.0
@@ -44,27 +41,19 @@ class Sockets:
     def handles(self) -> list[int]:
         return [self.orders.fileno(), self.watch.fileno(), self.peers.fileno(), self.master.fileno()]
 
-    def close(self) -> None:
-        for held in (self.orders, self.watch, self.peers, self.master):
-            held.close()
 
-
-def fork(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
-    """Start a keeper. Its sockets listen already, so nothing has to wait until it has come up.
-
-    The command that calls this ends at once, which makes the keeper nobody's child.
-    """
-    pid = processes.fork(lambda: _become(generation, token, order, sockets, lock))
-    _write_identity(generation, pid)
-
-
-def _write_identity(generation: Generation, pid: int) -> None:
-    found = processes.look(pid)
+def sign(generation: Generation) -> None:
+    """Write down that this process is to be the keeper: before it is, so that it can be found even if it is frozen on the way."""
+    found = processes.look(os.getpid())
     if found is not None:
-        generation.write_identity("keeper", pid, found.started)
+        generation.write_identity("keeper", found.pid, found.started)
 
 
-def _become(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+def become(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+    """Be the keeper. Its sockets listen already, so whoever has the answer to `prepare` need not wait for it.
+
+    The process that carried out `prepare` turns into it: a fork less, and no moment at which one lives without the other.
+    """
     os.setsid()
     processes.set_name("relaunch-keep")
     log = os.open(generation.path / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -72,7 +61,6 @@ def _become(generation: Generation, token: Token, order: Json, sockets: Sockets,
     for source, target in ((null, 0), (null, 1), (log, 2)):
         os.dup2(source, target)
     processes.close_all_but([*sockets.handles, lock])
-    _write_identity(generation, os.getpid())  # the command may have died before it could
     processes.reset_signals()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     processes.adopt_orphans()
@@ -101,9 +89,13 @@ class Keeper:
         self.wanted_at = now()
         """When somebody last watched or renewed."""
         self.callers: list[Channel] = []
-        self.supervisor = 0
-        self.link: Channel | None = None
-        self.heard_at = self.forked_at = 0.0
+        self.asked: set[int] = set()
+        """Groups that were asked to go."""
+        self.strays: set[tuple[int, int]] = set()
+        """pid and start time of those outside of the groups that were asked."""
+        self.stoppers: list[tuple[Channel, bool]] = []
+        """Those who wait to hear that nothing of this generation is left, and whether it was going anyway."""
+        self.link = SupervisorLink(self.loop, generation, self._become_supervisor, self._hear_supervisor)
 
     def run(self) -> None:
         waking, woken = os.pipe()
@@ -113,8 +105,6 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self.loop.watch(waking, lambda events: self._woken(waking))
         self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
-        self._fork_supervisor()
-        self._reap()
         while not self._over():
             self.loop.turn(self._next_deadline())
             self._tick()
@@ -139,9 +129,7 @@ class Keeper:
                 break
             if pid == 0:
                 break
-            if pid == self.supervisor:
-                self.supervisor = 0
-            elif pid in numbers:
+            if not self.link.reaped(pid) and pid in numbers:
                 exits.append((numbers[pid], pid, status))
         if exits:
             self._ranks_exited(exits)
@@ -166,44 +154,65 @@ class Keeper:
             }
             observations.append(("RankExited", fields))
         self.journal.append(*observations)
+        if self.state == "running":
+            self._publish()
         pass_by(self.generation.state, "keeper.journaled")
         if self.state == "running" and (failed or not self.alive):
             self._begin_stop(self.order["stop_grace"])
-        self.sweep_at = 0.0
-        self._tell_supervisor()
+        if self.state == "stopping":
+            self._sweep()
+            self._publish()
 
     def _begin_stop(self, grace: float) -> None:
-        """Ask everything to go; what has not gone after `grace` is killed."""
+        """Ask everything to go; what has not gone after `grace` is killed.
+
+        Whatever began it, nothing outlives the handle by more than the grace that was prepared: not in a machine that
+        slept past that time either.
+        """
         if self.state == "running":
             self.state = "stopping"
-            self.kill_at = now() + grace
+            ends = self.lease.ends if self.lease is not None else None
+            self.kill_at = now() + grace if ends is None else min(now() + grace, ends + self.order["stop_grace"])
+            self._tell_supervisor()  # first, for it answers for us that we are alive
             for pid in self.alive.values():
+                self.asked.add(pid)
                 processes.kill_group(pid, signal.SIGTERM)
                 processes.kill_group(pid, signal.SIGCONT)
-            self._tell_supervisor()
-            asked = set(self.alive.values())
-            for process in self._left():
-                if process.group not in asked:
-                    processes.kill(process, signal.SIGTERM)
+            self._ask_strays()
         self.kill_at = min(self.kill_at, now() + grace)
-        self.sweep_at, self.sweep_pause = now(), SWEEP[0]
-
-    def _left(self) -> list[processes.Process]:
-        return processes.descendants(os.getpid(), without=[self.supervisor])
+        self.sweep_pause = SWEEP[0]
+        self.sweep_at = now() + (self.sweep_pause if now() < self.kill_at else 0.0)
 
     def _sweep(self) -> None:
-        left = self._left()
-        if now() >= self.kill_at:
+        """Kill what has had its time; say so when nothing is left: everything that ranks ever forked is below a subreaper."""
+        if not self.alive and not set(processes.children()) - {self.link.pid}:
+            self.state = "ended"
+            self.wanted_at = now()
+            self._confirm()
+            return
+        if now() < self.kill_at:
+            self._ask_strays()
+        else:
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGKILL)
-            for process in left:
+            for process in processes.descendants(os.getpid(), without=[self.link.pid]):
                 processes.kill(process, signal.SIGKILL)
         self.sweep_pause = min(SWEEP[1], self.sweep_pause * 1.5)
         self.sweep_at = now() + self.sweep_pause
-        if not left and not self.alive:
-            self.state = "ended"
-            self.wanted_at = now()
-            self._tell_supervisor()
+
+    def _ask_strays(self) -> None:
+        """Ask what has a group of its own to go too, each once."""
+        for process in processes.descendants(os.getpid(), without=[self.link.pid]):
+            identity = process.pid, process.started
+            if process.group not in self.asked and identity not in self.strays:
+                self.strays.add(identity)
+                processes.kill(process, signal.SIGTERM)
+
+    def _confirm(self) -> None:
+        """Tell those who ordered the stop, before the journal and the watchers: the next generation waits for it."""
+        for caller, already in self.stoppers:
+            caller.send({"gone": True, "already": already})
+        self.stoppers.clear()
 
     def _tick(self) -> None:
         if self.state == "running" and self.lease is not None:
@@ -211,12 +220,12 @@ class Keeper:
             if fenced is not None:
                 self._fence(*fenced)
         if self.state == "stopping" and now() >= self.sweep_at:
+            self._reap()
             self._sweep()
-        if self.supervisor and now() > self.heard_at + SUPERVISOR_SILENCE:
-            os.kill(self.supervisor, signal.SIGKILL)
-            self.heard_at = now()
-        if not self.supervisor and now() >= self.forked_at + RESTART_PAUSE:
-            self._fork_supervisor()
+            self._publish()
+        if self.link.tick():
+            self.watchers = 0
+            self.wanted_at = max(self.wanted_at, now())
 
     def _fence(self, why: str, because: str) -> None:
         if self.state == "running":
@@ -225,13 +234,11 @@ class Keeper:
             self._begin_stop(self.order["stop_grace"])
 
     def _next_deadline(self) -> float:
-        times = [now() + IDLE, self.heard_at + SUPERVISOR_SILENCE]
-        if not self.supervisor:
-            times.append(self.forked_at + RESTART_PAUSE)
+        times = [now() + IDLE, self.link.next_deadline]
         if self.state == "prepared":
             times.append(self.order["valid_until"])
         elif self.state == "running" and self.lease is not None and self.lease.ends is not None:
-            times.append(self.lease.ends + 0.001)
+            times.append(self.lease.ends)
         elif self.state == "stopping":
             times.append(self.sweep_at)
         elif self.state == "ended" and not self.watchers:
@@ -246,13 +253,13 @@ class Keeper:
 
     def _farewell(self) -> None:
         """Let the supervisor tell its watchers that nothing more will come."""
+        self._confirm()
         self.state = "gone"
-        self._tell_supervisor()
+        self._publish()
         deadline = now() + FAREWELL
-        while self.supervisor and now() < deadline:
+        while self.link.pid and now() < deadline:
             self.loop.turn(deadline)
-        if self.supervisor:
-            os.kill(self.supervisor, signal.SIGKILL)
+        self.link.kill()
 
     # --- orders ---
 
@@ -269,27 +276,35 @@ class Keeper:
             caller.send(self._start(order["start"]))
         elif "stop" in order:
             caller.send({"stopping": True})
+            self.stoppers.append((caller, self.leaving))
             self.leaving = True
             if self.state in ("running", "stopping"):
                 if self.state == "running" or self.alive:
                     self.journal.append(("Stopped", {"because": order["stop"]["because"]}))
                 self._begin_stop(order["stop"]["stop_grace"])
+            else:
+                self._confirm()
 
     def _start(self, order: Json) -> Json:
         if self.started is not None:
             return {**self.started, "already": True} if self.started["outcome"] == "done" else self.started
+        if self.leaving:
+            return Refused("expired", "an order to stop came first").answer
+        if order["prepared"] != self.order["answer"]["stamp"]:
+            return Refused("expired", "this order goes with another preparation of the generation").answer
         if now() > self.order["valid_until"]:
             return Refused("expired", f"prepared more than {self.order['valid_for']:g} s ago").answer
         pass_by(self.generation.state, "start.received")
         boot = boot_id(self.generation.state)
         launch = self.generation.path / "started.json"
-        write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None})
+        # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
+        write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None}, durable=False)
         self.sockets.master.close()
         try:
             ranks.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
         except Refused as refused:
             self.started = refused.answer
-            write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None, "refused": refused.answer})
+            write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None, "refused": refused.answer}, durable=False)
             self.state, self.leaving, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
             self._sweep()
@@ -304,45 +319,38 @@ class Keeper:
         self.state = "running"
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self._tell_supervisor(begin=True)
+        self.link.due_at = now()  # where it was not forked yet: the ranks are not to be without one
         return self.started
 
     # --- the supervisor ---
 
-    def _fork_supervisor(self) -> None:
-        if self.link is not None:
-            self.link.drop()
-        ours, theirs = socket.socketpair()
-        self.watchers = 0
-        self.wanted_at = max(self.wanted_at, now())
-        self.heard_at = self.forked_at = now()
-        link, news, sockets = theirs.detach(), self._news(begin=True), self.sockets
-        self.supervisor = pid = processes.fork(
-            lambda: supervisor.run(self.generation, self.token, self.order, sockets.watch, sockets.peers, link, news)
-        )
-        os.close(link)
-        self.link = Channel(self.loop, ours.detach(), self._hear_supervisor, lambda: None)
-        found = processes.look(pid)
-        if found is not None:
-            self.generation.write_identity("supervisor", pid, found.started)
+    def _become_supervisor(self, link: int) -> None:
+        news = self._news(begin=True)
+        supervisor.run(self.generation, self.token, self.order, self.sockets.watch, self.sockets.peers, link, news)
+
+    def _publish(self) -> None:
+        """Let the watchers have what the journal holds, once the disk has it."""
+        self.journal.sync()
+        self._tell_supervisor()
 
     def _tell_supervisor(self, begin: bool = False) -> None:
-        if self.link is not None:
-            self.link.send(self._news(begin))
+        self.link.send(self._news(begin))
 
     def _news(self, begin: bool) -> Json:
         lease = self.lease if self.state == "running" else None
         news: Json = {
             "state": self.state,
+            "seq": self.journal.synced,
             "alive": list(self.alive),
-            "leased_until": None if lease is None or lease.ends is None else lease.leased_until,
-            "ask_from": lease.leased_until if lease is not None and lease.renewed else None,
+            "alive_until": None if lease is None else lease.ends,
+            "leased_until": None if lease is None else lease.leased_until,
+            "renewed": lease is not None and lease.renewed,
         }
         if begin and self.start_order is not None:
             news["start"] = self.start_order
         return news
 
     def _hear_supervisor(self, told: Json) -> None:
-        self.heard_at = now()
         if "watchers" in told:
             self.watchers = told["watchers"]
             self.wanted_at = now()
@@ -350,7 +358,8 @@ class Keeper:
             self.wanted_at = now()
             if self.lease is not None and self.lease.renew(told["renew"], now()):
                 self._tell_supervisor()
-        if "peer_answered" in told and self.lease is not None:
-            self.lease.peer_answered(told["peer_answered"])
+        if "vouched" in told and self.lease is not None:
+            self.lease.vouched(told["vouched"])
+            self._tell_supervisor()
         if "superseded" in told:
             self._fence("superseded", told["superseded"])

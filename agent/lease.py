@@ -1,6 +1,11 @@
-"""The dead man's handle as arithmetic: until when a generation may live unasked. Reads no clock and stops nobody."""
+"""The dead man's handle as arithmetic: until when a generation may live unasked, and whose word prolongs it.
+
+Reads no clock and stops nobody.
+"""
 
 from __future__ import annotations
+
+from typing import Iterable
 
 
 class Lease:
@@ -27,7 +32,8 @@ class Lease:
         self.alive_until = max(self.alive_until, self.leased_until + self.fence_after)
         return True
 
-    def peer_answered(self, asked: float) -> None:
+    def vouched(self, asked: float) -> None:
+        """Take the word of the peers, which is as old as the question was."""
         if self.renewed:
             self.alive_until = max(self.alive_until, asked + self.fence_after)
 
@@ -41,11 +47,35 @@ class Lease:
 
     def fenced(self, now: float) -> tuple[str, str] | None:
         """Return why and because, once nobody may be presumed to know better."""
-        if self.ends is None or now <= self.ends:
+        if self.ends is None or now < self.ends:
             return None
         if not self.renewed:
             return "never_watched", f"nobody watched this generation within {self.lease:g} s of its start"
         return (
             "isolated",
-            f"no renewal for {now - self.leased_until + self.lease:.1f} s, no peer answered for {self.fence_after:g} s",
+            f"no renewal for {now - self.leased_until + self.lease:.1f} s; "
+            f"for {self.fence_after:g} s no peer was leased, nor were all peers alive",
         )
+
+
+class Vouchers:
+    """What the peers of a generation said last.
+
+    One that is leased vouches alone: the controller still holds the gang. Those that are merely alive vouch only all together:
+    then the controller is away and the gang is whole. Else two lost nodes would keep each other alive for ever.
+    """
+
+    def __init__(self, peers: Iterable[str]) -> None:
+        self._asked: dict[str, float | None] = dict.fromkeys(peers)
+        """When the newest question was sent that each answered with `alive`."""
+
+    def answered(self, peer: str, asked: float, alive: bool, leased: bool) -> float | None:
+        """Return the time as of which the gang is vouched for, if it is."""
+        if not alive:
+            return None
+        self._asked[peer] = asked
+        if leased:
+            return asked
+        times = list(self._asked.values())
+        known = [time for time in times if time is not None]
+        return min(known) if len(known) == len(times) else None

@@ -80,6 +80,11 @@ class Channel:
         else:
             self._flush()
 
+    def hear_pending(self) -> None:
+        """Hear now what has come already."""
+        if not self.closed:
+            self._read()
+
     def finish(self) -> None:
         """Close once all has been sent."""
         self.closing = True

@@ -5,17 +5,18 @@ Each may be repeated, and killed between any two lines.
 
 from __future__ import annotations
 
-import os
 import random
 import re
+import secrets
 import shutil
 import socket
 from pathlib import Path
+from typing import Union
 
 from agent import keeper, peers, ranks
 from agent.faults import pass_by
 from agent.loop import parse
-from agent.protocol import Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
+from agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
 from agent.state import KEPT_GENERATIONS, Generation, JobState, boot_id, try_lock, write_json
 from agent.stopping import stop_all
 
@@ -24,12 +25,15 @@ LOCK_PATIENCE = 120.0
 MOST_PEERS = 16
 
 
-def _refuse_lower(job: JobState, token: Token) -> None:
-    stopped, prepared = job.highest("stopped"), job.highest("prepared")
+def _refuse_lower(job: JobState, token: Token) -> bool:
+    """Refuse what is below what this node has seen; return whether this very token was prepared here."""
+    highest = job.highest()
+    prepared, stopped = highest.prepared, highest.stopped
     if stopped is not None and token.order <= stopped:
         raise Refused("stopped", f"generation {token.generation} was stopped for ever", highest=list(stopped))
     if prepared is not None and token.order < prepared:
         raise _not_above(token, prepared, "this node has seen a higher one")
+    return prepared == token.order
 
 
 def _not_above(token: Token, highest: tuple[int, int], because: str) -> Refused:
@@ -54,7 +58,7 @@ def _hold(address: str) -> socket.socket:
     raise Refused("cannot_start", f"no port is free on {address}")
 
 
-def prepare(state: Path, order: Fields) -> Json:
+def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
     token = order.token()
     given: Json = {
         "token": token.json,
@@ -70,23 +74,26 @@ def prepare(state: Path, order: Fields) -> Json:
     job = JobState.of(state, token)
     generation = job.generation(token.order)
     with job.locked(LOCK_PATIENCE):
-        _refuse_lower(job, token)
+        again = _refuse_lower(job, token)
         known = generation.given
-        if token.order == job.highest("prepared"):
+        if again:
+            if job.highest().boot_id not in (None, boot_id(state)):
+                raise _not_above(token, token.order, "it was prepared before this node rebooted, and may have been launched")
             if generation.keeper_lives() and known is not None:
                 return dict(known["answer"])
             if generation.started is not None:
                 raise _not_above(token, token.order, "it was launched before, and a generation is launched once")
-        job.reserve("prepared", token.order)
+        job.reserve(prepared=token.order)
         pass_by(state, "prepare.reserved")
         others = [other for other in job.generations() if other.order <= token.order]
         because = f"generation {token.generation} of submission {token.submission} takes its place"
         stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], because)
         pass_by(state, "prepare.stopped")
-        return _fork_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
+        return _make_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
 
 
-def _fork_keeper(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]) -> Json:
+def _make_keeper(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]) -> Becoming:
+    """Take what a keeper is born with: from here on it lives, for this process is it once the answer is out."""
     generation.make()
     for old in job.generations()[:-KEPT_GENERATIONS]:
         shutil.rmtree(old.path)
@@ -101,16 +108,15 @@ def _fork_keeper(job: JobState, generation: Generation, token: Token, given: Jso
         "boot_id": boot_id(job.state),
         "master_port": sockets.master.getsockname()[1],
         "peer_port": listener.getsockname()[1],
+        "nonce": secrets.token_hex(16),
         "stopped": stopped,
         "stamp": stamp,
     }
     known = {**given, "valid_until": stamp + given["valid_for"], "answer": answer}
     write_json(generation.path / "order.json", known, durable=False)
-    keeper.fork(generation, token, known, sockets, lock)
-    sockets.close()
-    os.close(lock)
+    keeper.sign(generation)
     pass_by(job.state, "prepare.forked")
-    return answer
+    return Becoming(answer, lambda: keeper.become(generation, token, known, sockets, lock))
 
 
 def _start_order(order: Fields, count: int | None) -> Json:
@@ -148,6 +154,7 @@ def _start_order(order: Fields, count: int | None) -> Json:
         "env": environment(order.get("env", "an object"), "env"),
         "rank_env": [environment(variables, f"rank_env[{index}]") for index, variables in enumerate(own)],
         "peers": others,
+        "prepared": order.number("prepared"),
         "node": order.text("node"),
         "secret": secret,
         "fences": order.flag("fences"),
@@ -159,11 +166,10 @@ def start(state: Path, order: Fields) -> Json:
     token = order.token()
     job = JobState.of(state, token)
     generation = job.generation(token.order)
-    known = generation.given
-    given = _start_order(order, len(known["ranks"]) if known else None)
     with job.locked(LOCK_PATIENCE):
-        _refuse_lower(job, token)
-        if known is None or job.highest("prepared") != token.order:
+        known = generation.given
+        given = _start_order(order, len(known["ranks"]) if known else None)
+        if not _refuse_lower(job, token) or known is None:
             raise Refused("not_prepared", f"generation {token.generation} was not prepared on this node")
         launch = generation.started
         if launch is None and generation.keeper_lives():
@@ -201,7 +207,7 @@ def stop(state: Path, order: Fields) -> Json:
     grace, stuck_after = order.number("stop_grace"), order.number("stuck_after")
     job = JobState.of(state, token)
     with job.locked(LOCK_PATIENCE):
-        job.reserve("stopped", token.order)
+        job.reserve(stopped=token.order)
         pass_by(state, "stop.reserved")
         known = [generation for generation in job.generations() if generation.order <= token.order]
         stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")

@@ -1,6 +1,7 @@
 """Questions between the supervisors of one generation: has anybody stopped us, or launched above us?
 
-Says nothing without the secret of the generation, and takes an answer with a wrong mac for none.
+Says nothing without the secret of the generation, and takes an answer with a wrong mac for none. What an answer
+is worth is for agent/lease.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+from dataclasses import dataclass
 from typing import Any, Callable
 
 from agent.faults import cut
@@ -25,22 +27,37 @@ CALLERS = 64
 """More questions at once than 16 peers can have in flight."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    node: str
+    asked: float
+    """When the question was sent: what the answer says may be no younger."""
+    superseded: str | None
+    """Why this generation must end, if the peer knows of a stop or of a higher one."""
+    alive: bool
+    leased: bool
+
+
 def mac(secret: str, *parts: Any) -> str:
     text = "|".join(part if isinstance(part, str) else json.dumps(part) for part in parts)
     return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
 
 
 def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    # Python imports its table of all letters to encode a host that is text: 4 ms in the middle of a launch.
+    host = address.encode() if address.isascii() else address
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise Refused("cannot_start", f"the address {address} cannot be resolved: {error}") from None
     return family, target
 
 
 class Peers:
-    def __init__(self, loop: Loop, job: JobState, token: Token, listener: socket.socket) -> None:
+    def __init__(self, loop: Loop, job: JobState, token: Token, listener: socket.socket, vitals: Callable[[], tuple[bool, bool]]) -> None:
         self.loop = loop
+        self.vitals = vitals
+        """Whether this node's part of the generation is alive, and leased, at this moment."""
         self.job = job
         self.token = token
         self.listener = listener
@@ -66,15 +83,15 @@ class Peers:
 
     # --- asking ---
 
-    def ask(self, answered: Callable[[float, str | None], None]) -> None:
-        """Ask every peer. `answered` is given when the question was sent, and what supersedes us, if anything does."""
+    def ask(self, answered: Callable[[Answer], None]) -> None:
+        """Ask every peer that has no question open."""
         if self.order is None or cut(self.job.state, "peers"):
             return
         for peer in self.order["peers"]:
             if peer["node"] not in self.questions:
                 self._ask(peer, self.order, answered)
 
-    def _ask(self, peer: Json, order: Json, answered: Callable[[float, str | None], None]) -> None:
+    def _ask(self, peer: Json, order: Json, answered: Callable[[Answer], None]) -> None:
         family, target = resolve(peer["address"], peer["port"])
         caller = socket.socket(family, socket.SOCK_STREAM)
         caller.setblocking(False)
@@ -94,13 +111,13 @@ class Peers:
     def _forget(self, node: str) -> None:
         self.questions.pop(node, None)
 
-    def _hear_answer(self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[float, str | None], None]) -> None:
+    def _hear_answer(self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[Answer], None]) -> None:
         if node in self.questions:
             self.questions[node][0].drop()
-        if self.order is None or cut(self.job.state, "peers"):
+        if self.order is None or now() > asked + TIMEOUT or cut(self.job.state, "peers"):
             return
-        highest, stopped = answer.get("highest"), answer.get("stopped")
-        proof = mac(self.order["secret"], "answer", nonce, highest, stopped)
+        highest, stopped, alive, leased = (answer.get(name) for name in ("highest", "stopped", "alive", "leased"))
+        proof = mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased)
         if not hmac.compare_digest(proof, str(answer.get("mac"))):
             return
         because = None
@@ -108,7 +125,7 @@ class Peers:
             because = f"peer {node} knows that this generation was stopped"
         elif highest is not None and self._order(highest) > self.token.order:
             because = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
-        answered(asked, because)
+        answered(Answer(node, asked, because, alive is True, leased is True))
 
     @staticmethod
     def _order(pair: Any) -> Order:
@@ -150,11 +167,14 @@ class Peers:
         if (token.namespace, token.job) != (self.token.namespace, self.token.job) or not hmac.compare_digest(proof, given):
             channel.drop()
             return
-        highest, stopped = self.job.highest("prepared"), self.job.highest("stopped")
+        highest, stopped, _ = self.job.highest()
+        alive, leased = self.vitals()
         answer = {
             "highest": highest,
             "stopped": stopped,
-            "mac": mac(self.order["secret"], "answer", nonce, highest, stopped),
+            "alive": alive,
+            "leased": leased,
+            "mac": mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased),
         }
         channel.send(answer)
         channel.finish()

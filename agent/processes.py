@@ -112,17 +112,57 @@ def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+_LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
+"""CONFIG_PROC_CHILDREN: most kernels have it."""
+
+
+def children() -> list[int]:
+    """Return every child that was not reaped yet.
+
+    A list that the kernel makes while children come and go may lack some of them, but not here: the caller has one thread,
+    so that none is taken off the list, and what is added is added at its end.
+    """
+    if not _LISTS_CHILDREN:
+        return [found.pid for found in map(look, _all_pids()) if found is not None and found.parent == os.getpid()]
+    with open("/proc/thread-self/children", "rb") as file:
+        return [int(text) for text in file.read().split()]
+
+
+def _listed_children(parent: int) -> list[int]:
+    pids = []
+    try:
+        for thread in os.listdir(f"/proc/{parent}/task"):
+            with open(f"/proc/{parent}/task/{thread}/children", "rb") as file:
+                pids += [int(text) for text in file.read().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it ended while we looked: its children are somebody else's by now
+        pass
+    return pids
+
+
 def descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process]:
-    """Every living process below `ancestor`. For a subreaper that is everything it ever caused to be, setsid or not."""
-    table = [found for found in map(look, _all_pids()) if found is not None]
-    children: dict[int, list[Process]] = {}
-    for found in table:
-        children.setdefault(found.parent, []).append(found)
+    """Living processes below `ancestor`. For a subreaper that is everything it ever caused to be, setsid or not.
+
+    One that changes its parent meanwhile may be missing, so whoever wants them all gone has to look again.
+    """
     left_out = set(without)
     below: list[Process] = []
+    if _LISTS_CHILDREN:
+        listed = [ancestor]
+        while listed:
+            for pid in _listed_children(listed.pop()):
+                found = None if pid in left_out else look(pid)
+                if found is not None:
+                    listed.append(pid)
+                    if found.lives:
+                        below.append(found)
+        return below
+    table = [found for found in map(look, _all_pids()) if found is not None]
+    by_parent: dict[int, list[Process]] = {}
+    for process in table:
+        by_parent.setdefault(process.parent, []).append(process)
     queue = [ancestor]
     while queue:
-        for child in children.get(queue.pop(), ()):
+        for child in by_parent.get(queue.pop(), ()):
             if child.pid not in left_out:
                 queue.append(child.pid)
                 if child.lives:

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, Dict, NoReturn, Tuple
+from typing import Any, Callable, Dict, NoReturn, Tuple
 
 VERSION = 1
 Json = Dict[str, Any]
@@ -27,6 +27,14 @@ class Refused(Exception):
 
 class NoAnswer(Exception):
     """It is not known what became of the order: the command ends without an answer, and its sender asks again."""
+
+
+@dataclass(frozen=True)
+class Becoming:
+    """An answer, and what the process that gave it turns into."""
+
+    answer: Json
+    become: Callable[[], None]
 
 
 def now() -> float:

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import select
+import signal
 import time
 from typing import Dict, NoReturn
 
@@ -50,7 +51,7 @@ def _become(order: Json, environment: dict[str, str], log: int, failure: int, ke
             step = "workdir"
             os.chdir(order["workdir"])
         step = "exec"
-        processes.reset_signals()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all that a keeper ignores; handlers end with exec
         command = order["command"]
         os.execvpe(command[0], command, environment)
     except OSError as error:

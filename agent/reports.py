@@ -127,16 +127,17 @@ def logs(state: Path, order: Fields, reading: int) -> Json:
     deadline = time.monotonic() + order.number("wait", 0.0)
     lines = None if order.order.get("tail") is None else order.whole("tail")
     given = order.order.get("offsets")
+    fields = Fields({} if given is None else given, "offsets.")
+    for name in fields.order:
+        if not name.isdigit():
+            bad("a name in offsets", name, "a global rank")
+        fields.whole(name)
     offsets: dict[int, int] = {}
-    if given is None:
-        for rank in ranks:
+    for rank in ranks:  # a reader follows the whole job, so its offsets name the ranks of other nodes too
+        if str(rank) in fields.order:
+            offsets[rank] = fields.whole(str(rank))
+        else:
             offsets[rank] = 0 if lines is None else _tail_offset(generation.log(rank), lines, most)
-    else:
-        fields = Fields(given, "offsets.")
-        for name in fields.order:
-            if not name.isdigit() or int(name) not in ranks:
-                raise Refused("bad_order", f"offsets names rank {name}; expected some of {ranks}")
-            offsets[int(name)] = fields.whole(name)
     while True:
         over = _ranks_are_gone(generation, ranks)
         found = [_chunk(generation.log(rank), rank, offset, most, over) for rank, offset in offsets.items()]

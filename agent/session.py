@@ -1,6 +1,7 @@
 """The connection to a controller: one or many commands, each in a child of its own, its lines passed on whole.
 
-Holds no state. What happens to it makes the orders in flight ambiguous and nothing else.
+The children are forked ahead and serve again: a recovery would wait for the fork. Holds no state. What happens to it makes
+the orders in flight ambiguous and nothing else.
 """
 
 from __future__ import annotations
@@ -10,92 +11,22 @@ import os
 import select
 import signal
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any
 
-from agent import orders, processes, reports, watch
+from agent.children import Child, write
 from agent.faults import cut
 from agent.loop import parse, take_line
-from agent.protocol import VERSION, Fields, Json, NoAnswer, Refused, check_version, line
+from agent.protocol import VERSION, Json, Refused, line
 from agent.state import boot_id
 
-Command = Callable[[Path, Fields, int, int], Optional[Json]]
-COMMANDS: dict[str, Command] = {
-    "prepare": lambda state, order, reading, writing: orders.prepare(state, order),
-    "start": lambda state, order, reading, writing: orders.start(state, order),
-    "stop": lambda state, order, reading, writing: orders.stop(state, order),
-    "watch": watch.watch,
-    "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
-    "logs": lambda state, order, reading, writing: reports.logs(state, order, reading),
-    "stacks": lambda state, order, reading, writing: reports.stacks(state, order),
-}
 FINISHED_ALWAYS = ("prepare", "start", "stop")
 """What is under way is finished although nobody listens any more; the others end."""
 HEALED = 0.2
 """Seconds between looks whether a cut was lifted."""
-
-
-def write(handle: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(handle, data) :]
-
-
-def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int) -> None:
-    """Do one command and print its lines. NoAnswer and a crash print none."""
-    try:
-        if command not in COMMANDS:
-            raise Refused("bad_order", f"command is {str(command)[:40]!r}; expected one of {', '.join(COMMANDS)}")
-        answer = COMMANDS[command](state, check_version(order), reading, writing)
-    except Refused as refused:
-        answer = refused.answer
-    except (NoAnswer, TimeoutError) as error:
-        raise SystemExit(f"no answer: {error}") from error
-    if answer is not None:
-        try:
-            write(writing, line(answer))
-        except BrokenPipeError:  # whoever ordered went away; the order was carried out all the same
-            pass
-
-
-class Child:
-    """One command under way."""
-
-    def __init__(self, state: Path, number: Any, command: Any, order: Any) -> None:
-        self.number = number
-        self.command = command
-        reading, self.to_child = os.pipe()
-        self.from_child, writing = os.pipe()
-        self.heard = bytearray()
-
-        def work() -> None:
-            gc.disable()  # it lives for milliseconds, and a collection would copy its parent's pages
-            processes.close_all_but([reading, writing])
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, 0)
-            os.dup2(null, 1)
-            os.close(null)
-            carry_out(state, command, order, reading, writing)
-
-        self.pid = processes.fork(work)
-        os.close(reading)
-        os.close(writing)
-        os.set_blocking(self.to_child, False)
-
-    def send(self, value: Json) -> None:
-        try:
-            os.write(self.to_child, line(value))
-        except (BrokenPipeError, BlockingIOError, ValueError):  # it ended, or does not listen; a renewal comes again
-            pass
-
-    def close(self) -> None:
-        if self.to_child >= 0:
-            os.close(self.to_child)
-            self.to_child = -1
-
-    def reap(self) -> int:
-        self.close()
-        os.close(self.from_child)
-        _, status = os.waitpid(self.pid, 0)
-        return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+SPARES = 2
+"""Children that wait for a command: one that `prepare` will turn into a keeper, and one for the `start` that follows."""
+QUIET = 0.05
+"""Seconds without a line before spares are replaced: a fork costs 2 ms, and a launch is not to wait for it."""
 
 
 class Session:
@@ -110,6 +41,10 @@ class Session:
         self.single = single
         """The one command of a one-shot call, whose lines are not wrapped."""
         self.children: dict[int, Child] = {}
+        """Those that have a command, by the descriptor that they answer on."""
+        self.spares: dict[int, Child] = {}
+        self.unreaped: set[int] = set()
+        """What is ending, and keepers: children of this process until either ends."""
         self.buffer = bytearray()
         self.open = True
         self.lost: set[str] = set()
@@ -119,18 +54,34 @@ class Session:
 
     def run(self) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        ended, wake = os.pipe()
+        for handle in (ended, wake):
+            os.set_blocking(handle, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        gc.collect()
+        gc.freeze()  # what all children share is never looked at by their collections, so it is not copied
         if self.single is None:
             hello = {"protocol": VERSION, "boot_id": boot_id(self.state), "pid": os.getpid()}
             self._print(line({"session": hello}))
         while self.open or self.children or self.lost:
-            handles = [0] if self.open else []
-            waiting = HEALED if self.lost else None
-            ready, _, _ = select.select([*handles, *self.children], [], [], waiting)
+            handles = [0, ended] if self.open else [ended]
+            short = self.single is None and self.open and len(self.spares) < SPARES
+            waiting = HEALED if self.lost else QUIET if short else None
+            ready, _, _ = select.select([*handles, *self.children, *self.spares], [], [], waiting)
             for handle in ready:
                 if handle == 0:
                     self._read()
-                else:
+                elif handle == ended:
+                    os.read(ended, 4096)
+                    self.unreaped = {pid for pid in self.unreaped if os.waitpid(pid, os.WNOHANG)[0] == 0}
+                elif handle in self.children:
                     self._relay(self.children[handle])
+                elif handle in self.spares and not os.read(handle, 1):  # somebody killed it
+                    self._bury(self.spares.pop(handle))
+            if not ready and short:
+                spare = Child(self.state)
+                self.spares[spare.from_child] = spare
             if self.lost and not any(cut(self.state, way) for way in self.lost):
                 self.lost.clear()
                 self.deaf = True
@@ -179,7 +130,7 @@ class Session:
             refusal = Refused("bad_order", "a line is not a JSON object with an id").answer
             self._print(line({"id": None, "line": refusal}))
             return
-        found = [child for child in self.children.values() if child.number == value["id"]]
+        found = [child for child in self.children.values() if child.number == value["id"] and not child.answered]
         if "command" in value:
             if found:
                 refusal = Refused("bad_order", f"id {value['id']} is in use").answer
@@ -192,29 +143,65 @@ class Session:
             found[0].close()
 
     def _begin(self, number: Any, command: Any, order: Any) -> None:
-        child = Child(self.state, number, command, order)
+        while self.spares:
+            _, child = self.spares.popitem()
+            try:
+                child.begin(number, command, order)
+            except BrokenPipeError:
+                self._bury(child)
+                continue
+            self.children[child.from_child] = child
+            return
+        child = Child(self.state)
+        child.begin(number, command, order)
         self.children[child.from_child] = child
+
+    def _bury(self, child: Child) -> None:
+        """Forget a child that has closed its line. It may live on as a keeper."""
+        child.close()
+        os.close(child.from_child)
+        self.unreaped.add(child.pid)
 
     def _relay(self, child: Child) -> None:
         data = os.read(child.from_child, 65536)
         if not data:
             del self.children[child.from_child]
-            code = child.reap()
-            if self.single is not None:
-                self.code = code
-                self.open = False
-            else:
-                self._print(b'{"id":%s,"exit":%d}\n' % (_json(child.number), code))
+            if child.answered:
+                self._bury(child)
+                return
+            _, status = os.waitpid(child.pid, 0)  # it closes its line by ending
+            child.close()
+            os.close(child.from_child)
+            self._print(self._exit(child, os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)))
             return
         child.heard += data
         while True:
             text = take_line(child.heard)
             if text is None:
                 return
-            if self.single is not None:
-                self._print(text + b"\n")
-            else:
-                self._print(b'{"id":%s,"line":%s}\n' % (_json(child.number), text))
+            if not text:
+                self._free(child)
+                continue
+            child.answered = child.command != "watch"  # the others say nothing else
+            self._print(self._wrapped(child, text) + (self._exit(child, 0) if child.answered else b""))
+
+    def _free(self, child: Child) -> None:
+        """Take a child that is ready for another command among the spares, or let it go."""
+        if child.closed or not self.open or len(self.spares) >= SPARES:
+            child.close()
+            return
+        del self.children[child.from_child]
+        self.spares[child.from_child] = child
+
+    def _wrapped(self, child: Child, text: bytes) -> bytes:
+        return text + b"\n" if self.single is not None else b'{"id":%s,"line":%s}\n' % (_json(child.number), text)
+
+    def _exit(self, child: Child, code: int) -> bytes:
+        if self.single is None:
+            return b'{"id":%s,"exit":%d}\n' % (_json(child.number), code)
+        self.code = code
+        self.open = False
+        return b""
 
     def _print(self, data: bytes) -> None:
         if self.deaf:
@@ -240,8 +227,11 @@ class Session:
             self._begin(None, self.single, parse(bytes(self.buffer)))
         self.open = False
         for child in self.children.values():
-            if child.command not in FINISHED_ALWAYS:
+            if child.command not in FINISHED_ALWAYS or child.answered:
                 child.close()
+        for spare in self.spares.values():
+            self._bury(spare)
+        self.spares.clear()
 
 
 def _json(value: Any) -> bytes:

@@ -13,7 +13,7 @@ import socket
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, NoReturn
+from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 
 from agent.protocol import Json, Order, Refused, Token
 
@@ -219,6 +219,15 @@ class Generation:
         return caller
 
 
+class Highest(NamedTuple):
+    """The highest tokens of a job that this node has prepared, and stopped for ever."""
+
+    prepared: Optional[Order]
+    stopped: Optional[Order]
+    boot_id: Optional[str] = None
+    """Of the last preparation. After a reboot nothing else says whether that one was launched."""
+
+
 class JobState:
     """What this node knows of one job."""
 
@@ -244,15 +253,20 @@ class JobState:
                 orders.append((int(submission), int(number)))
         return [self.generation(order) for order in sorted(orders)]
 
-    def highest(self, which: str) -> Order | None:
-        pair = (read_json(self.path / "highest.json") or {}).get(which)
-        return (pair[0], pair[1]) if pair else None
+    def highest(self) -> Highest:
+        known = read_json(self.path / "highest.json") or {}
+        prepared, stopped = (tuple(known[name]) if known.get(name) else None for name in ("prepared", "stopped"))
+        return Highest(prepared, stopped, known.get("boot_id"))
 
-    def reserve(self, which: str, order: Order) -> None:
+    def reserve(self, prepared: Order | None = None, stopped: Order | None = None) -> None:
         """Write down what is about to be done, before it is."""
-        known = {name: self.highest(name) for name in ("prepared", "stopped")}
-        known[which] = max(order, known[which] or order)
-        write_json(self.path / "highest.json", {**known, "namespace": self.namespace, "job": self.job})
+        highest = self.highest()
+        known = {
+            "prepared": max(filter(None, (highest.prepared, prepared)), default=None),
+            "stopped": max(filter(None, (highest.stopped, stopped)), default=None),
+        }
+        boot = boot_id(self.state) if prepared is not None else highest.boot_id
+        write_json(self.path / "highest.json", {**known, "boot_id": boot, "namespace": self.namespace, "job": self.job})
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:

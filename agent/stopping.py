@@ -1,4 +1,4 @@
-"""Makes generations of a job go, and proves it: their keepers first, then whatever is left by group and by token.
+"""Makes generations of a job go, and proves it: by the word of their keepers, else by group and by token.
 
 Called with the job's lock held; decides nothing about which generations have to go.
 """
@@ -9,7 +9,8 @@ import signal
 import time
 
 from agent import processes
-from agent.protocol import Order, Refused, line
+from agent.loop import parse
+from agent.protocol import Json, Order, Refused, line
 from agent.state import Generation, JobState
 
 ACKNOWLEDGED = 1.0
@@ -21,15 +22,21 @@ GOING = 2.0
 def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float, stuck_after: float, because: str) -> list[Order]:
     """Stop these generations, and every process of the job's tokens up to `below`; return those that were alive."""
     alive: set[Order] = set()
-    suspects = _not_proven_gone(orders)
-    for generation in suspects:
+    unproven = []
+    for generation in _not_proven_gone(orders):
         if generation.keeper_lives():
-            alive.add(generation.order)
-            _ask_keeper(generation, grace, because)
+            confirmed = _ask_keeper(generation, grace, because)
+            if confirmed is None or not confirmed["already"]:
+                alive.add(generation.order)
+            if confirmed is not None:
+                continue  # nothing that a rank forked can be outside of what its subreaper sees; the keeper ends by itself
             _end_keeper(generation)
         _end_supervisor(generation)
-    groups = {pid: started for generation in suspects for pid, started in generation.groups.items()}
-    alive.update(_kill_what_is_left(job, groups, below, stuck_after))
+        if generation.started is not None:
+            unproven.append(generation)
+    if unproven:
+        groups = {pid: started for generation in unproven for pid, started in generation.groups.items()}
+        alive.update(_kill_what_is_left(job, groups, below, stuck_after))
     return sorted(alive)
 
 
@@ -43,25 +50,25 @@ def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
     return suspects
 
 
-def _ask_keeper(generation: Generation, grace: float, because: str) -> None:
-    """Have the keeper stop its ranks, and wait until it is gone or cannot be waited for any longer."""
+def _ask_keeper(generation: Generation, grace: float, because: str) -> Json | None:
+    """Have the keeper stop its ranks; return its word that nothing of them is left, if it gives it."""
     for attempt in range(2):
         caller = generation.connect("orders", ACKNOWLEDGED)
         if caller is not None:
-            with caller:
+            with caller, caller.makefile("rb") as answers:
                 try:
                     caller.sendall(line({"stop": {"stop_grace": grace, "because": because}}))
-                    acknowledged = caller.recv(4096)
-                    if acknowledged:
+                    if answers.readline():
                         caller.settimeout(grace + GOING)
-                        caller.recv(1)  # it closes when the keeper exits
-                        return
+                        confirmed = parse(answers.readline())
+                        return {**confirmed, "already": confirmed["already"] and attempt == 0} if confirmed else None
                 except OSError:  # silent or gone: the next look tells which
                     pass
         if not generation.keeper_lives():
-            return
+            return None
         if attempt == 0:  # somebody may have frozen it: woken, it still stops its ranks with grace
             _signal(generation.identity("keeper"), signal.SIGCONT)
+    return None
 
 
 def _signal(identity: tuple[int, int] | None, number: int) -> bool:

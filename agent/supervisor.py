@@ -14,8 +14,9 @@ import time
 
 from agent import evidence, journal, processes
 from agent.faults import pass_by
+from agent.lease import Vouchers
 from agent.loop import Channel, Loop
-from agent.peers import Peers
+from agent.peers import Answer, Peers
 from agent.progress import RankProgress
 from agent.protocol import Json, Token, now
 from agent.state import Generation, JobState, boot_id
@@ -86,16 +87,21 @@ class Supervisor:
         self.boot = boot_id(generation.state)
         self.state = "prepared"
         self.alive: list[int] = []
+        self.alive_until: float | None = None
+        """As of the keeper's last word, which is never later than what it holds by now. None: it cannot fall."""
         self.leased_until: float | None = None
-        self.ask_from: float | None = None
+        self.renewed = False
+        self.vouchers = Vouchers(())
         self.observations: list[Json] = []
+        self.synced = 0
+        """Up to which number the disk has them, as far as the keeper has said."""
         self.watchers: list[Watcher] = []
         self.connections: list[Channel] = []
         self.progress: dict[int, RankProgress] = {}
         self.pinged_at = self.looked_at = self.asked_at = 0.0
         self.leave_at: float | None = None
         self.loop.watch(listener.fileno(), lambda events: self._accept())
-        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, peers)
+        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, peers, self._vitals)
         self.link = Channel(self.loop, link, self.hear_keeper, self._keeper_went)
 
     def run(self) -> None:
@@ -109,9 +115,11 @@ class Supervisor:
         if "start" in told:
             self._begin(told["start"])
         self.state = told["state"]
+        self.synced = told["seq"]
         self.alive = sorted(int(rank) for rank in told["alive"])
+        self.alive_until = told["alive_until"]
         self.leased_until = told["leased_until"]
-        self.ask_from = told["ask_from"]
+        self.renewed = told["renewed"]
         self._send_news()
         if self.state == "gone":
             self._say_end()
@@ -119,6 +127,7 @@ class Supervisor:
 
     def _begin(self, order: Json) -> None:
         self.peers.begin(order)
+        self.vouchers = Vouchers(peer["node"] for peer in order["peers"])
         pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
         self.progress = {rank: RankProgress(self.generation, rank, pattern) for rank in self.order["ranks"]}
 
@@ -140,7 +149,9 @@ class Supervisor:
             record = journal.Journal(self.generation.journal)
             record.append(("KeeperDied", {"because": because}))
             record.close()
-        self.state, self.alive, self.ask_from = "gone", [], None
+            self.observations = journal.read(self.generation.journal)
+        self.synced = len(self.observations)
+        self.state, self.alive, self.leased_until = "gone", [], None
         self._send_news()
         self._say_end()
         self.leave_at = now() + self.order["lease"]
@@ -209,8 +220,8 @@ class Supervisor:
             self.link.send({"renew": line["renew"]["stamp"]})
 
     def _send_news(self) -> None:
-        """Send what the journal has and each watcher has not."""
-        self.observations = journal.read(self.generation.journal)
+        """Send what the journal has for good and each watcher has not."""
+        self.observations = journal.read(self.generation.journal)[: self.synced]
         for watcher in list(self.watchers):
             for observation in self.observations[watcher.seq :]:
                 pass_by(self.generation.state, "supervisor.sending")
@@ -227,7 +238,8 @@ class Supervisor:
         watcher.due_at = watcher.beat_at + watcher.heartbeat
         if watcher.channel.behind:
             return  # a heartbeat that waits in a queue would be stale when it is read
-        left = None if self.leased_until is None else round(max(0.0, self.leased_until - now()), 3)
+        runs = self.leased_until is not None and self.alive_until is not None
+        left = round(max(0.0, self.leased_until - now()), 3) if runs and self.leased_until is not None else None
         reports = {str(rank): progress.report() for rank, progress in self.progress.items()}
         reported = {rank: report for rank, report in reports.items() if report is not None}
         watcher.channel.send({"heartbeat": {"stamp": now(), "alive": self.alive, "lease_left": left, "progress": reported}})
@@ -248,8 +260,8 @@ class Supervisor:
             times.append(self.leave_at)
         if self.peers.busy:
             times.append(now() + 0.2)
-        if self.ask_from is not None:
-            times.append(max(self.ask_from, self.asked_at + self._ask_every))
+        if self._ask_at is not None:
+            times.append(self._ask_at)
         for watcher in self.watchers:
             times.append(watcher.due_at)
             if self.alive:
@@ -257,15 +269,18 @@ class Supervisor:
         return min(times)
 
     @property
-    def _ask_every(self) -> float:
-        return min(1.0, float(self.order["fence_after"]) / 5)
+    def _ask_at(self) -> float | None:
+        """When the peers are to be asked, if they are: once the lease has passed."""
+        if self.leased_until is None or not self.renewed:
+            return None
+        return max(self.leased_until, self.asked_at + min(1.0, float(self.order["fence_after"]) / 5))
 
     def _tick(self) -> None:
         if now() >= self.pinged_at + PING:
             self.pinged_at = now()
             self.link.send({"alive": True})
         self.peers.expire()
-        if self.ask_from is not None and now() >= max(self.ask_from, self.asked_at + self._ask_every):
+        if self._ask_at is not None and now() >= self._ask_at:
             self.asked_at = now()
             self.peers.ask(self._peer_answered)
         if self.watchers and self.alive and now() >= self.looked_at + LOOK:
@@ -276,8 +291,19 @@ class Supervisor:
             elif now() >= watcher.due_at:
                 self._beat(watcher)
 
-    def _peer_answered(self, asked: float, superseded: str | None) -> None:
-        if superseded is not None:
-            self.link.send({"superseded": superseded})
-        else:
-            self.link.send({"peer_answered": asked})
+    # --- peers ---
+
+    def _vitals(self) -> tuple[bool, bool]:
+        """Whether we are alive, and leased. What the keeper has said meanwhile is heard first: who stops is not alive."""
+        self.link.hear_pending()
+        at = now()
+        alive = self.state == "running" and bool(self.alive) and (self.alive_until is None or at < self.alive_until)
+        return alive, alive and self.renewed and self.leased_until is not None and at < self.leased_until
+
+    def _peer_answered(self, answer: Answer) -> None:
+        if answer.superseded is not None:
+            self.link.send({"superseded": answer.superseded})
+            return
+        vouched = self.vouchers.answered(answer.node, answer.asked, answer.alive, answer.leased)
+        if vouched is not None:
+            self.link.send({"vouched": vouched})

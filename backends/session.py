@@ -140,7 +140,9 @@ class AgentSession:
 
     async def receive(self, answers: asyncio.Queue[Mapping[str, Any] | None], within: float, doing: str) -> Mapping[str, Any]:
         try:
-            message = await asyncio.wait_for(answers.get(), within)
+            # Not `wait_for`: until Python 3.12 it swallows a cancel that comes together with a message.
+            async with asyncio.timeout(within):
+                message = await answers.get()
         except TimeoutError:
             raise Unreachable(self._node, f"no answer to {doing} within {within:g} s") from None
         if message is None:
@@ -202,7 +204,8 @@ class AgentSession:
             process = await self._connect()
             assert process.stdout is not None
             try:
-                hello = json.loads(await asyncio.wait_for(process.stdout.readline(), 2 * self._within))
+                async with asyncio.timeout(2 * self._within):
+                    hello = json.loads(await process.stdout.readline())
                 version = hello["session"]["protocol"]
             except (TimeoutError, ValueError, KeyError, TypeError) as error:
                 process.kill()

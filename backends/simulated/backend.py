@@ -94,9 +94,7 @@ class SimulatedBackend:
 
     def node(self, name: str) -> FleetNode:
         if name not in self._specs:
-            raise KeyError(
-                f"fleet {self._world.spec.name} has no node {name!r}; it has {', '.join(list(self._specs)[:8])}"
-            )
+            raise KeyError(f"fleet {self._world.spec.name} has no node {name!r}; it has {', '.join(list(self._specs)[:8])}")
         return self._specs[name]
 
     async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
@@ -204,7 +202,7 @@ class SimulatedBackend:
         world, timeout = self._world, self._world.script.timeout
         faults = world.faults(node.name, command, token)
         kinds = [fault.kind for fault in faults]
-        if token is not None and (command == "prepare" or command == "start"):
+        if token is not None and command in ("prepare", "start"):
             node.befall(command, token.generation)
         if "lose_order" in kinds:
             raise Unreachable(node.name, f"no answer to {command}: the order was lost")

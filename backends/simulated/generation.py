@@ -126,7 +126,7 @@ class Generation:
     def peer_view(self, now: float) -> tuple[bool, bool]:
         """Return what a peer is told: alive, and leased."""
         alive = self.state == "running" and (not self._fences or now < self._alive_until)
-        return alive, alive and now < self._leased_until
+        return alive, alive and self._renewed and now < self._leased_until
 
     def lease_left(self) -> float | None:
         if self.state != "running" or not self._fences:
@@ -178,9 +178,7 @@ class Generation:
         if self.state != "gone" or not self.ranks:
             return
         seen = {told["rank"] for told in self.journal if told["kind"] == "RankExited"}
-        if len(seen) == len(self.ranks) or any(
-            told["kind"] in ("KeeperDied", "RanksVanished") for told in self.journal
-        ):
+        if len(seen) == len(self.ranks) or any(told["kind"] in ("KeeperDied", "RanksVanished") for told in self.journal):
             return
         rebooted = self.boot != self.node.boot
         because = "the node rebooted" if rebooted else "the keeper and its supervisor died"
@@ -293,18 +291,14 @@ class Generation:
                 self.state = "ended"
                 self._wanted_at = now
                 self._notify()
-        if self.state == "ended" and (
-            self._leaving or (not self.watchers and now >= self._wanted_at + self.order.lease)
-        ):
+        if self.state == "ended" and (self._leaving or (not self.watchers and now >= self._wanted_at + self.order.lease)):
             self.leave()
         self._arm()
 
     def _tend_lease(self, now: float) -> None:
         if self._fences and now >= self._alive_until:
             if not self._renewed:
-                self._fence(
-                    "never_watched", f"nobody watched this generation within {self.order.lease:g} s of its start"
-                )
+                self._fence("never_watched", f"nobody watched this generation within {self.order.lease:g} s of its start")
             else:
                 self._fence("isolated", f"no renewal and no word from its peers for {self.order.fence_after:g} s")
         elif self._renewed and now >= self._leased_until and now >= self._ask_at:
@@ -361,9 +355,7 @@ class Generation:
 
     def _live(self, kind: Literal["started", "ended"], rank: int, because: str = "") -> None:
         record = self.node.record
-        record.lives.append(
-            Life(record.number(), self.node.clock.wall(), kind, self.token, self.node.name, rank, because)
-        )
+        record.lives.append(Life(record.number(), self.node.clock.wall(), kind, self.token, self.node.name, rank, because))
 
     def _end(self, one: Rank, because: str) -> None:
         one.ended = self.node.clock.time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -65,10 +66,8 @@ class Simulation:
     def later(self, seconds: float, deliver: Callable[[], Awaitable[object]]) -> None:
         async def run() -> None:
             await sleep(self.clock, seconds)
-            try:
+            with contextlib.suppress(NoAnswer):  # nobody waits for it
                 await deliver()
-            except NoAnswer:
-                pass  # nobody waits for it
 
         self.spawn(run())
 

@@ -21,7 +21,7 @@ class Call:
     token: Token | None
     order: object = field(repr=False)
     outcome: str = "pending"
-    """done, refused:<why>, unreachable, protocol (an order that makes no sense), or cancelled by the caller. A watch that was connected is done."""
+    """done, refused:<why>, unreachable, protocol (it makes no sense), or cancelled by the caller. A watch that was connected is done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ STEP_PAUSE = 1.0
 
 
 class Stream:
-    def __init__(
-        self, world: Simulation, node: Node, token: Token, after_seq: int, heartbeat: float, breaks_after: int | None
-    ) -> None:
+    def __init__(self, world: Simulation, node: Node, token: Token, after_seq: int, heartbeat: float, breaks_after: int | None) -> None:
         self._world = world
         self._node = node
         self._boot = node.boot

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -47,6 +48,13 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def python(code: str) -> list[str]:
@@ -105,6 +113,8 @@ class Node:
         self.agent = agent
         self.interpreter = interpreter
         self.streams: dict[int, Stream] = {}
+        self.stamps: dict[tuple[int, int], float] = {}
+        """What the last preparation of each generation answered."""
         self.hello: queue.Queue[Json] = queue.Queue()
         self.number = 0
         self.process: subprocess.Popen[bytes] | None = None
@@ -162,8 +172,11 @@ class Node:
 
     def prepare(self, generation: int = 1, ranks: list[int] | None = None, **more: Any) -> Json | None:
         own = [0, 1] if ranks is None else ranks
-        given = {"token": token(generation), "address": "127.0.0.1", "ranks": own, **TIMES}
-        return self.order("prepare", **{**given, **more})
+        given: Json = {"token": token(generation), "address": "127.0.0.1", "ranks": own, **TIMES, **more}
+        answer = self.order("prepare", **given)
+        if answer is not None and answer["outcome"] == "done":
+            self.stamps[given["token"]["submission"], generation] = answer["stamp"]
+        return answer
 
     def start(self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any) -> Json | None:
         given: Json = {
@@ -173,6 +186,7 @@ class Node:
             "env": {},
             "rank_env": [{} for _ in range(ranks)],
             "peers": [],
+            "prepared": self.stamps.get((1, generation), 0.0),
             "node": "n1",
             "secret": "c0ffee",
             "fences": True,
@@ -203,8 +217,21 @@ class Node:
         assert len(jobs) == 1
         return jobs[0] / f"{submission}-{generation}"
 
+    def to_keeper(self) -> socket.socket:
+        """A connection to the keeper of generation 1, as a command has it."""
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        caller.settimeout(PATIENCE)
+        handle = os.open(self.folder(), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            caller.connect(f"/proc/self/fd/{handle}/orders")
+        finally:
+            os.close(handle)
+        return caller
+
     def pid(self, of: str, generation: int = 1) -> int:
-        record: Json = json.loads((self.folder(generation) / f"{of}.json").read_text())
+        path = self.folder(generation) / f"{of}.json"
+        eventually(path.exists, "a keeper forks its supervisor after it has answered, but soon")
+        record: Json = json.loads(path.read_text())
         return int(record["pid"])
 
     def log(self, rank: int = 0, generation: int = 1) -> str:
@@ -258,7 +285,12 @@ class Node:
                     parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
                 except (FileNotFoundError, ProcessLookupError):
                     continue
-        return [pid for pid, parent in parents.items() if parent == self.session().pid]
+        return [pid for pid, parent in parents.items() if parent == self.session().pid and name(pid) == "relaunch-order"]
+
+    def left(self) -> list[int]:
+        """What is there beside the session and the children that wait for its commands."""
+        own = {None if self.process is None else self.process.pid}
+        return [pid for pid in self.processes() if pid not in own and name(pid) not in ("relaunch-idle", "relaunch-order")]
 
     def kill_everything(self) -> None:
         def none_left() -> bool:

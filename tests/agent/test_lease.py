@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from real_node import Node, Stream, alive, boottime, eventually, token
+from real_node import Node, Stream, alive, boottime, eventually, python, token
 
-from agent.lease import Lease
+from agent.lease import Lease, Vouchers
 
 SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
 
@@ -83,37 +87,152 @@ def test_one_node_that_nobody_ever_watched_stops(node: Node) -> None:
     eventually(lambda: fenced(node).get("why") == "never_watched")
 
 
-def gang(make_node: Callable[..., Node], secrets: tuple[str, str] = ("ab", "ab"), **times: float) -> list[Node]:
-    nodes = [make_node("n1"), make_node("n2")]
-    times = {**SHORT, "lease": 1.5, **times}
-    ports = []
+def launch(nodes: list[Node], leases: list[float], lists: list[list[int]], **more: Any) -> list[Stream]:
+    """Run one rank on each node, asking those that it lists; renew each once, and return the watches."""
+    times = {name: more.pop(name) for name in list(more) if name in SHORT}
+    own = []
     for index, node in enumerate(nodes):
-        prepared = node.prepare(1, [index], **(times if index == 0 else {**times, "lease": 30.0}))
+        prepared = node.prepare(1, [index], **{**SHORT, **times, "lease": leases[index]})
         assert prepared is not None
-        ports.append(prepared["peer_port"])
+        own.append(prepared["peer_port"])
+    secrets = more.pop("secrets", ["ab"] * len(nodes))
+    watches = []
     for index, node in enumerate(nodes):
-        other = 1 - index
-        peer = {"node": f"n{other + 1}", "address": "127.0.0.1", "port": ports[other]}
-        started = node.start(1, ranks=1, peers=[peer], node=f"n{index + 1}", secret=secrets[index])
+        peers = [{"node": f"n{other + 1}", "address": "127.0.0.1", "port": own[other]} for other in lists[index]]
+        started = node.start(1, ranks=1, peers=peers, node=f"n{index + 1}", secret=secrets[index], **more)
         assert started is not None
         assert started["outcome"] == "done"
-    return nodes
+        watches.append(node.watch())
+        watches[-1].renew()
+    return watches
+
+
+def goes_on(watch: Stream, seconds: float) -> None:
+    """Wait until a heartbeat proves that the ranks lived for so long from now."""
+    begin = boottime()
+    watch.until("heartbeat", lambda beat: beat["stamp"] > begin + seconds and beat["alive"])
+
+
+def gang(make_node: Callable[..., Node], **more: Any) -> tuple[Node, Node, Stream]:
+    """Two nodes that list each other; the second has a lease that outlasts the test."""
+    nodes = [make_node("n1"), make_node("n2")]
+    watches = launch(nodes, **{"leases": [1.5, 30.0], "lists": [[1], [0]], **more})
+    return nodes[0], nodes[1], watches[0]
+
+
+EVERYONE = [[1, 2], [0, 2], [0, 1]]
+
+
+def test_a_gang_that_is_whole_goes_on_without_its_controller(make_node: Callable[..., Node]) -> None:
+    nodes = [make_node(name) for name in ("n1", "n2", "n3")]
+    watches = launch(nodes, [0.6] * 3, EVERYONE)
+    goes_on(watches[0], 3.0)
+    assert [fenced(node) for node in nodes] == [{}, {}, {}]
+    assert watches[0].seen[-1]["heartbeat"]["lease_left"] == 0
+
+
+def test_two_of_three_that_see_only_each_other_fence(make_node: Callable[..., Node]) -> None:
+    nodes = [make_node(name) for name in ("n1", "n2", "n3")]
+    nodes[2].cut("peers")
+    watches = launch(nodes, [0.6, 0.6, 30.0], EVERYONE)
+    for watch in watches[:2]:
+        assert watch.observation("Fenced")["why"] == "isolated"
+    assert not fenced(nodes[2])
+
+
+def test_one_leased_peer_suffices_while_another_is_silent(make_node: Callable[..., Node]) -> None:
+    nodes = [make_node(name) for name in ("n1", "n2", "n3")]
+    nodes[2].cut("peers")
+    first, second, _ = launch(nodes, [0.6, 0.6, 30.0], EVERYONE)
+    with renewing(second):
+        goes_on(first, 2.5)
+        assert not fenced(nodes[0])
+    assert first.observation("Fenced")["why"] == "isolated"
+    assert second.observation("Fenced")["why"] == "isolated"
+
+
+def test_a_peer_that_is_stopping_is_not_alive(make_node: Callable[..., Node]) -> None:
+    nodes = [make_node("n1"), make_node("n2")]
+    first, second = launch(nodes, [0.6, 30.0], [[1], [0]], command=python(STUBBORN), stop_grace=20.0)
+    goes_on(first, 1.5)
+    eventually(lambda: "up" in nodes[1].log(1))
+    nodes[1].begin("stop", token=token(1), stop_grace=20.0, stuck_after=3.0)
+    second.observation("Stopped")
+    assert first.observation("Fenced")["because"]
+    assert second.until("heartbeat")["alive"] == [1]
+
+
+STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+
+
+def test_an_answer_that_was_changed_on_its_way_is_none(make_node: Callable[..., Node]) -> None:
+    nodes = [make_node("n1"), make_node("n2")]
+    seen: list[dict[str, Any]] = []
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        real: list[int] = []
+
+        def meddle() -> None:
+            while True:
+                try:
+                    caller, _ = between.accept()
+                except OSError:
+                    return
+                with caller, socket.create_connection(("127.0.0.1", real[0])) as peer:
+                    peer.sendall(caller.makefile("rb").readline())
+                    answer = json.loads(peer.makefile("rb").readline())
+                    seen.append(answer)
+                    caller.sendall(json.dumps({**answer, "leased": True}).encode() + b"\n")
+
+        thread = threading.Thread(target=meddle)
+        prepared = nodes[1].prepare(1, [1], **{**SHORT, "lease": 30.0})
+        assert prepared is not None
+        real.append(prepared["peer_port"])
+        thread.start()
+        nodes[1].start(1, ranks=1, node="n2", secret="ab")  # never renewed, so it is alive and not leased
+        silent = {"node": "n3", "address": "127.0.0.1", "port": 1}
+        meddled = {"node": "n2", "address": "127.0.0.1", "port": between.getsockname()[1]}
+        nodes[0].prepare(1, [0], **SHORT)
+        nodes[0].start(1, ranks=1, node="n1", secret="ab", peers=[meddled, silent])
+        watch = nodes[0].watch()
+        watch.renew()
+        assert watch.observation("Fenced")["why"] == "isolated"
+        between.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert {(answer["alive"], answer["leased"]) for answer in seen} == {(True, False)}
+
+
+def test_a_keeper_that_wakes_after_its_grace_kills_at_once(node: Node) -> None:
+    pids = node.run(1, python(STUBBORN), lease=1.0, stop_grace=2.0)
+    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    began = boottime()
+    os.kill(node.pid("keeper"), signal.SIGSTOP)
+    eventually(lambda: boottime() > began + 3.0)
+    assert all(map(alive, pids.values()))
+    os.kill(node.pid("keeper"), signal.SIGCONT)
+    woke = boottime()
+    eventually(lambda: not any(map(alive, pids.values())))
+    assert boottime() - woke < 1.0
+
+
+def test_an_order_to_stop_gives_no_more_grace_than_the_handle_does(node: Node) -> None:
+    pids = node.run(1, python(STUBBORN), lease=1.0, stop_grace=0.5)
+    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    began = boottime()
+    answer = node.stop(1, stop_grace=20.0)
+    assert answer == {"outcome": "done", "stopped": [[1, 1]]}
+    assert not any(map(alive, pids.values()))
+    assert boottime() - began < 5.0
 
 
 def test_peers_that_know_nothing_better_keep_it_alive(make_node: Callable[..., Node]) -> None:
-    first, second = gang(make_node)
-    watch = first.watch()
-    watch.renew()
-    begin = boottime()
-    watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 3.2)
+    _, second, watch = gang(make_node)
+    goes_on(watch, 3.2)
     second.cut("peers")
     assert watch.observation("Fenced")["why"] == "isolated"
 
 
 def test_a_peer_that_knows_of_a_stop_ends_it_at_once(make_node: Callable[..., Node]) -> None:
-    first, second = gang(make_node, fence_after=20.0)
-    watch = first.watch()
-    watch.renew()
+    _, second, watch = gang(make_node, fence_after=20.0)
     highest = second.folder().parent / "highest.json"
     highest.write_text(highest.read_text().replace('"stopped": null', '"stopped": [1, 1]'))
     seen = watch.observation("Fenced")
@@ -124,18 +243,14 @@ def test_a_peer_that_knows_of_a_stop_ends_it_at_once(make_node: Callable[..., No
 def test_a_peer_that_knows_a_higher_generation_ends_it_although_it_does_not_fence(
     make_node: Callable[..., Node],
 ) -> None:
-    first, second = gang(make_node, fence_after=5.0)
+    _, second, watch = gang(make_node, fence_after=5.0, fences=False)
     highest = second.folder().parent / "highest.json"
     highest.write_text(highest.read_text().replace('"prepared": [1, 1]', '"prepared": [1, 2]'))
-    watch = first.watch()
-    watch.renew()
     assert "generation 2" in watch.observation("Fenced")["because"]
 
 
 def test_a_peer_with_another_secret_is_no_peer(make_node: Callable[..., Node]) -> None:
-    first, _ = gang(make_node, secrets=("ab", "cd"), lease=0.6)
-    watch = first.watch()
-    watch.renew()
+    _, _, watch = gang(make_node, secrets=["ab", "cd"], leases=[0.6, 30.0])
     assert watch.observation("Fenced")["why"] == "isolated"
 
 
@@ -187,6 +302,7 @@ def prepare_order(generation: int) -> dict[str, Any]:
         (True, [(5.0, 6.0)], None, 20.1, "isolated"),
         (True, [(5.0, 6.0), (1.0, 7.0)], None, 20.1, "isolated"),
         (True, [(5.0, 4.0)], None, 10.1, "never_watched"),
+        (True, [(5.0, 6.0)], None, 20.0, "isolated"),
         (True, [(5.0, 6.0)], 18.0, 22.9, None),
         (True, [(5.0, 6.0)], 18.0, 23.1, "isolated"),
         (True, [], 8.0, 10.1, "never_watched"),
@@ -199,6 +315,24 @@ def test_the_arithmetic(fences: bool, renewals: list[tuple[float, float]], asked
     for stamp, now in renewals:
         lease.renew(stamp, now)
     if asked is not None:
-        lease.peer_answered(asked)
+        lease.vouched(asked)
     found = lease.fenced(at)
     assert (found[0] if found else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([("a", 1.0, True, True)], 1.0),
+        ([("a", 1.0, True, False)], None),
+        ([("a", 1.0, True, False), ("b", 2.0, True, False)], 1.0),
+        ([("a", 1.0, True, False), ("b", 2.0, True, False), ("a", 3.0, True, False)], 2.0),
+        ([("a", 1.0, True, False), ("b", 2.0, False, False)], None),
+        ([("a", 1.0, True, False), ("b", 2.0, False, True)], None),
+        ([("a", 1.0, True, False), ("a", 2.0, True, False)], None),
+        ([("a", 1.0, True, False), ("b", 2.0, True, True)], 2.0),
+    ],
+)
+def test_who_vouches(answers: list[tuple[str, float, bool, bool]], expected: float | None) -> None:
+    vouchers = Vouchers(["a", "b"])
+    assert [vouchers.answered(*answer) for answer in answers][-1] == expected

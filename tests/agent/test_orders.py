@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, eventually, python, token
+from real_node import Node, alive, eventually, name, python, token
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 
@@ -28,6 +28,7 @@ def test_two_rounds_start_every_rank_once_and_repeats_answer_the_same(node: Node
     assert prepared["outcome"] == "done"
     assert prepared["stopped"] == []
     assert prepared["master_port"] != prepared["peer_port"]
+    assert len(bytes.fromhex(prepared["nonce"])) >= 16
     assert prepared == node.prepare()
     started = node.start()
     assert started is not None
@@ -56,7 +57,7 @@ def test_a_higher_generation_takes_the_place_of_a_lower_one(node: Node) -> None:
 
 def start_order(of: dict[str, Any], **more: Any) -> dict[str, Any]:
     order: dict[str, Any] = {"token": of, "command": ["true"], "workdir": None, "env": {}, "rank_env": [{}, {}]}
-    return {**order, "peers": [], "node": "n1", "secret": "ab", "fences": True, "log_pattern": None, **more}
+    return {**order, "peers": [], "prepared": 0.0, "node": "n1", "secret": "ab", "fences": True, "log_pattern": None, **more}
 
 
 def test_a_later_submission_is_above_every_generation_of_an_earlier_one(node: Node) -> None:
@@ -100,6 +101,17 @@ def test_a_prepared_generation_expires_and_may_be_prepared_again(node: Node) -> 
     assert why(node.start(1)) == "done"
 
 
+def test_a_start_goes_with_its_own_preparation(node: Node) -> None:
+    first = node.prepare(1, valid_for=0.2)
+    assert first is not None
+    eventually(lambda: not alive(node.pid("keeper")))
+    second = node.prepare(1)
+    assert second is not None
+    assert len({first["nonce"], second["nonce"]}) == 2
+    assert why(node.start(1, prepared=first["stamp"])) == "refused expired"
+    assert why(node.start(1, prepared=second["stamp"])) == "done"
+
+
 def test_a_keeper_that_died_before_the_start_is_not_prepared(node: Node) -> None:
     node.prepare(1)
     os.kill(node.pid("keeper"), signal.SIGKILL)
@@ -126,7 +138,7 @@ def test_ranks_that_cannot_start_are_refused_by_name(node: Node, more: dict[str,
     assert node.start(**{"command": ["sleep", "1000"], **more}) == answer
     keeper = node.pid("keeper")
     eventually(lambda: not alive(keeper))
-    assert len(node.processes()) == 1  # the session
+    eventually(lambda: not node.left())
 
 
 @pytest.mark.parametrize(
@@ -161,6 +173,7 @@ def test_bad_orders_are_refused_with_a_sentence(node: Node, order: dict[str, Any
         {"env": {"A": 1}},
         {"rank_env": [{}]},
         {"secret": "xyz"},
+        {"prepared": None},
         {"log_pattern": "step ("},
         {"log_pattern": "step"},
         {"peers": [{"node": "n2"}]},
@@ -250,3 +263,36 @@ def test_a_rank_starts_with_default_signals_and_no_stray_descriptors(node: Node)
     eventually(lambda: "SigIgn" in node.log())
     assert node.log().count("->") == 4  # three, and the listing's own
     assert node.log().count("0000000000000000") == 2
+
+
+def test_children_that_wait_for_commands_serve_again_and_one_that_was_killed_is_replaced(node: Node) -> None:
+    def spares() -> set[int]:
+        return {pid for pid in node.processes() if name(pid) == "relaunch-idle"}
+
+    assert why(node.order("list")) == "done"
+    before = eventually(lambda: spares() if len(spares()) == 2 else None)
+    for _ in range(5):
+        assert why(node.order("list")) == "done"
+    eventually(lambda: spares() == before)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not any(map(alive, before)))
+    assert why(node.order("list")) == "done"
+    assert why(node.prepare(1)) == "done"
+    eventually(lambda: len(spares()) == 2)
+    assert not spares() & {*before, node.pid("keeper")}
+
+
+def test_a_start_that_comes_after_an_order_to_stop_launches_nothing(node: Node) -> None:
+    prepared = node.prepare(1)
+    assert prepared is not None
+    os.kill(node.pid("keeper"), signal.SIGSTOP)
+    with node.to_keeper() as late:
+        late.sendall(json.dumps({"stop": {"stop_grace": 1.0, "because": "a test"}}).encode() + b"\n")
+        order = {**start_order(token(1), prepared=prepared["stamp"]), "command": ["sleep", "1000"]}
+        late.sendall(json.dumps({"start": order}).encode() + b"\n")
+        os.kill(node.pid("keeper"), signal.SIGCONT)
+        answers = [json.loads(line) for line in late.makefile("rb")]
+    assert [answer.get("why") for answer in answers if "outcome" in answer] == ["expired"]
+    eventually(lambda: not alive(node.pid("keeper")))
+    assert not (node.folder() / "started.json").exists()

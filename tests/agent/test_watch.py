@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 from real_node import Node, alive, eventually, python, token
 
@@ -187,3 +188,19 @@ def test_list_logs_and_stacks(node: Node) -> None:
     assert ended["ended"] is True
     assert ended["chunks"] == []
     assert node.order("list")["jobs"][0]["generations"][0]["state"] == "gone"  # type: ignore[index]
+
+
+def test_logs_are_followed_with_the_offsets_of_a_whole_job(node: Node) -> None:
+    node.run(1, ["sh", "-c", 'printf "one\\ntwo\\nthree\\n"; exec sleep 1000'])
+    eventually(lambda: "three" in node.log(0) and "three" in node.log(1))
+
+    def read(offsets: dict[str, Any], tail: int | None) -> Any:
+        answer = node.order("logs", token=token(1), offsets=offsets, max_bytes=65536, wait=0.0, tail=tail)
+        assert answer is not None
+        return {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]} if answer["outcome"] == "done" else answer["why"]
+
+    assert read({"7": 99, "0": 4}, None) == {0: "two\nthree\n", 1: "one\ntwo\nthree\n"}
+    assert read({"7": 99, "0": 4}, 1) == {0: "two\nthree\n", 1: "three\n"}
+    assert read({"7": 99}, 2) == {0: "two\nthree\n", 1: "two\nthree\n"}
+    assert read({"7": -1}, None) == "bad_order"
+    assert read({"x": 1}, None) == "bad_order"

@@ -52,27 +52,19 @@ def prepare_order(generation: int, *ranks: int, lease: float = 60.0, fence_after
 def start_order(generation: int, node: str, gang: tuple[str, ...], ranks: int, prepared: object) -> StartOrder:
     assert isinstance(prepared, Prepared), prepared
     peers = tuple(Peer(other, "10.0.0.1", 1) for other in gang[:17] if other != node)[:16]
-    return StartOrder(
-        token(generation), node, ("train",), None, {}, ({},) * ranks, peers, prepared.stamp, "5ec7e7", True
-    )
+    return StartOrder(token(generation), node, ("train",), None, {}, ({},) * ranks, peers, prepared.stamp, "5ec7e7", True)
 
 
-async def launch(
-    backend: SimulatedBackend, generation: int, nodes: tuple[str, ...], ranks: int = 2, **durations: float
-) -> None:
+async def launch(backend: SimulatedBackend, generation: int, nodes: tuple[str, ...], ranks: int = 2, **durations: float) -> None:
     prepared: dict[str, object] = {}
     for index, node in enumerate(nodes):
         mine = range(index * ranks, index * ranks + ranks)
         prepared[node] = await backend.prepare(node, prepare_order(generation, *mine, **durations))
     for node in nodes:
-        assert not isinstance(
-            await backend.start(node, start_order(generation, node, nodes, ranks, prepared[node])), Refused
-        )
+        assert not isinstance(await backend.start(node, start_order(generation, node, nodes, ranks, prepared[node])), Refused)
 
 
-async def read(
-    backend: SimulatedBackend, node: str, generation: int, enough: Callable[[Line], bool], after: int = 0
-) -> list[Line]:
+async def read(backend: SimulatedBackend, node: str, generation: int, enough: Callable[[Line], bool], after: int = 0) -> list[Line]:
     lines: list[Line] = []
     async with backend.watch(node, token(generation), after, 10.0) as stream:
         async for line in stream.lines():
@@ -95,9 +87,7 @@ def is_heartbeat(line: Line) -> bool:
 
 async def test_what_happens_at_once_needs_no_time_at_all() -> None:
     clock = ManualClock()
-    backend = SimulatedBackend(
-        fleet(2), Script((Exit(generation=1, node="n2", rank=3, exit_code=7),), then="succeed"), clock
-    )
+    backend = SimulatedBackend(fleet(2), Script((Exit(generation=1, node="n2", rank=3, exit_code=7),), then="succeed"), clock)
     await launch(backend, 1, ("n1", "n2"))
     lines = await read(backend, "n2", 1, is_heartbeat)
     exits = [line["observation"] for line in lines if "observation" in line]
@@ -338,7 +328,7 @@ async def test_a_watch_that_breaks_resumes_where_it_was() -> None:
     await launch(backend, 1, ("n1",))
     seen: list[Line] = []
     async with backend.watch("n1", token(1), 0, 10.0) as stream:
-        with pytest.raises(Unreachable):
+        with pytest.raises(Unreachable):  # noqa: PT012 - the lines before the break are looked at, too
             async for line in stream.lines():
                 seen.append(line)
     seen += await read(backend, "n1", 1, is_heartbeat, after=1)
@@ -360,9 +350,7 @@ async def test_a_careful_controller_keeps_every_invariant_under_chaos(seed: int)
     nodes = ("n1", "n2", "n3", "n4")
 
     async def obey(generation: int) -> None:
-        prepares = [
-            persistent(backend.prepare, node, prepare_order(generation, rank)) for rank, node in enumerate(nodes)
-        ]
+        prepares = [persistent(backend.prepare, node, prepare_order(generation, rank)) for rank, node in enumerate(nodes)]
         answers = await asyncio.gather(*prepares)
         orders = [start_order(generation, node, nodes, 1, one) for node, one in zip(nodes, answers, strict=True)]
         starts = [persistent(backend.start, order.node, order) for order in orders]
