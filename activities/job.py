@@ -7,10 +7,10 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from temporalio import activity
 from temporalio.client import Client
@@ -80,11 +80,11 @@ class LaunchRanksInput:
     max_restarts: int
     fences: bool
     first_group_rank: int = 0
-    master: tuple[str, int] | None = None
-    """Address and port of rank 0, where another shard has it."""
-    everybody: tuple[PreparedNode, ...] = ()
-    """The whole gang as prepared, where there are several shards."""
     prepare_only: bool = False
+    prepared: tuple[PreparedNode, ...] = ()
+    """This shard as it was prepared, where there are several: only start it."""
+    gang: Gang | None = None
+    """All shards together, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,24 @@ class PreparedNode:
     peer_port: int
     stamp: float
     nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """What every node has to know of all. Each of 8 shards is sent it in one workflow task, which must stay below 4 MiB."""
+
+    master: tuple[str, int]
+    """Address and port of rank 0."""
+    members: tuple[tuple[str, str, int], ...]
+    """Node, address and peer port, by group rank."""
+    secret: str = field(repr=False)
+
+
+def gang_of(prepared: Sequence[PreparedNode]) -> Gang:
+    # The secret is made of what every node contributed, so that a repeated launch has the same one.
+    secret = hashlib.sha256("".join(node.nonce for node in prepared).encode()).hexdigest()
+    members = tuple((node.node, node.address, node.peer_port) for node in prepared)
+    return Gang((prepared[0].address, prepared[0].master_port), members, secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +172,12 @@ class JobActivities:
         while True:
             if len(candidates) < input.count:
                 break
-            answering = await _answering(backend, candidates, input.count)
-            if len(answering) >= input.count:
+            async with beating():
+                answering = await _answering(backend, candidates, input.count)
+                enough = len(answering) >= input.count
+                holding = await _holding(backend, [n.name for n in spec.nodes], input.older_than) if enough and input.older_than else ()
+            if enough:
                 chosen = _fill_places([slot.node for slot in input.keep], answering[: input.count], input.count)
-                holding = await _holding(backend, [n.name for n in spec.nodes], input.older_than) if input.older_than else ()
                 return AcquireNodesOutput(nodes=tuple((name, backend.node(name).address) for name in chosen), holding=holding)
             if not input.wait:
                 break
@@ -171,20 +191,23 @@ class JobActivities:
                 next_retry_delay=timedelta(seconds=30),
             )
         left_out = f" ({', '.join(sorted(excluded)[:8])} left out)" if excluded else ""
-        answering_now = await _answering(backend, candidates, len(candidates)) if candidates else []
+        async with beating():
+            answering_now = await _answering(backend, candidates, len(candidates)) if candidates else []
         return AcquireNodesOutput(because=f"{len(answering_now)} of the {input.count} nodes wanted answer{left_out}")
 
     @activity.defn
     async def launch_ranks(self, input: LaunchRanksInput) -> LaunchRanksOutput:
         """Prepare every node, and when all have answered, start every node. Repeating it changes nothing."""
         backend = self._fleets.backend(input.spec.fleet)
-        async with beating():
-            return await self._launch(backend, input)
+        async with beating() as left:
+            left.extend(activity.info().heartbeat_details)
+            return await self._launch(backend, input, left)
 
-    async def _launch(self, backend: Backend, input: LaunchRanksInput) -> LaunchRanksOutput:
+    async def _launch(self, backend: Backend, input: LaunchRanksInput, left: list[Any]) -> LaunchRanksOutput:
+        """Launch; `left` holds the stamps of the preparation that an attempt before this one may have started ranks of."""
         try:
-            if input.everybody:
-                prepared, stopped_at = input.everybody, datetime.now(UTC)
+            if input.prepared:
+                prepared, stopped_at = input.prepared, datetime.now(UTC)
             else:
                 prepared = await self._prepare(backend, input)
                 stopped_at = datetime.now(UTC)
@@ -194,7 +217,13 @@ class JobActivities:
             return LaunchRanksOutput(refusals=error.refusals)
         except NodesUnreachable as error:
             return _retry_or(error, LaunchRanksOutput(unreachable=error.nodes, because=str(error)))
-        await self._still_ours()
+        stamps = {node.node: node.stamp for node in prepared}
+        if left and (anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]):
+            # Its ports and its part of the secret are new, and the others may run with the old ones: two halves of a gang.
+            because = "it had to be prepared again, when other nodes may have been started already"
+            return LaunchRanksOutput(refusals=tuple(NodeRefusal(node, "prepared_again", because) for node in anew[:MOST_NAMED]))
+        left[:] = [stamps]
+        await self._still_ours(stamps)
         try:
             await self._start(backend, input, prepared)
         except NodesRefused as error:
@@ -203,16 +232,18 @@ class JobActivities:
             return _retry_or(error, LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=True))
         return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC))
 
-    async def _still_ours(self) -> None:
-        """Between the rounds, have the server acknowledge that this attempt is the current one.
+    async def _still_ours(self, stamps: dict[str, float]) -> None:
+        """Between the rounds, have the server acknowledge that this attempt is the current one, and keep what it is about to start.
 
         A launcher that was frozen since `prepare` has been replaced meanwhile, and what it prepared may be meant for nobody any more.
 
         Raises:
             RPCError: it is not, or the server does not answer; the launch is repeated by whoever is current.
         """
+        # A failure carries the details that the SDK knows of, and takes the place of those that the server was told.
+        activity.heartbeat(stamps)
         if self._client is not None:
-            await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat()
+            await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat(stamps)
 
     async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
         timeouts = input.timeouts
@@ -236,18 +267,15 @@ class JobActivities:
             if isinstance(answer, Prepared)
         )
 
-    async def _start(self, backend: Backend, input: LaunchRanksInput, everybody: tuple[PreparedNode, ...]) -> None:
+    async def _start(self, backend: Backend, input: LaunchRanksInput, prepared: tuple[PreparedNode, ...]) -> None:
         spec = input.spec
-        master = input.master or (everybody[0].address, everybody[0].master_port)
-        environment = {**common_environment(input.token, spec, input.max_restarts, *master), **_secrets(spec)}
-        # Made of what every node contributed, so that a repeated launch has the same one and no history has to keep it.
-        secret = hashlib.sha256("".join(node.nonce for node in everybody).encode()).hexdigest()
+        gang = input.gang or gang_of(prepared)
+        stamps = {node.node: node.stamp for node in prepared}
+        environment = {**common_environment(input.token, spec, input.max_restarts, *gang.master), **_secrets(spec)}
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
-            peers = tuple(
-                Peer(everybody[p].node, everybody[p].address, everybody[p].peer_port) for p in peers_of(group_rank, len(everybody))
-            )
+            peers = tuple(Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members)))
             orders[slot.node] = StartOrder(
                 token=input.token,
                 node=slot.node,
@@ -256,8 +284,8 @@ class JobActivities:
                 env=environment,
                 rank_env=rank_environments(group_rank, slot, spec),
                 peers=peers,
-                prepared=next(node.stamp for node in everybody if node.node == slot.node),
-                secret=secret,
+                prepared=stamps[slot.node],
+                secret=gang.secret,
                 fences=input.fences,
                 log_pattern=spec.progress.log_pattern,
             )
@@ -300,17 +328,21 @@ class JobActivities:
 
 
 @asynccontextmanager
-async def beating() -> AsyncIterator[None]:
-    """Heartbeat while the body runs, so that a dead worker is noticed within seconds and the next one goes on."""
+async def beating() -> AsyncIterator[list[Any]]:
+    """Heartbeat while the body runs, so that a dead worker is noticed within seconds and the next one goes on.
+
+    Yields the details that each beat carries: empty, for the body to fill. A beat without them would take away those of the last.
+    """
+    details: list[Any] = []
 
     async def beat() -> None:
         while True:
-            activity.heartbeat()
+            activity.heartbeat(*details)
             await asyncio.sleep(1.0)
 
     task = asyncio.create_task(beat())
     try:
-        yield
+        yield details
     finally:
         task.cancel()
 

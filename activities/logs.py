@@ -8,7 +8,7 @@ from pathlib import Path
 from temporalio import activity
 
 from activities.records import read_archive
-from backends.base import Backend, BackendError, Fleets, Logs
+from backends.base import Backend, BackendError, Fleets, Logs, Refused
 from recovery.model import Token
 from workflows.log_messages import LogPiece, ReadIncidentsInput, ReadIncidentsOutput, ReadLogsInput, ReadLogsOutput
 
@@ -32,7 +32,7 @@ class LogActivities:
             pending = set(reads.values())
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if any(result.chunks for task in done if (result := task.result()) is not None):
+                if any(result.chunks for task in done if isinstance(result := task.result(), Logs)):
                     await asyncio.wait(pending or done, timeout=GATHER)
                     break
             results = {node: task.result() for node, task in reads.items() if task.done()}
@@ -43,7 +43,8 @@ class LogActivities:
         return ReadLogsOutput(
             chunks=tuple(LogPiece(chunk.rank, chunk.next, chunk.data) for part in logs for chunk in part.chunks),
             ended=len(logs) == len(input.nodes) and all(part.ended for part in logs),
-            unreachable=tuple(node for node, result in results.items() if not isinstance(result, Logs)),
+            unreachable=tuple(node for node, result in results.items() if result is None),
+            refused=tuple(f"{node}: {result.because}" for node, result in results.items() if isinstance(result, Refused)),
         )
 
     @activity.defn
@@ -51,9 +52,8 @@ class LogActivities:
         return ReadIncidentsOutput(tuple(await asyncio.to_thread(read_archive, self._archive, input.namespace, input.job)))
 
 
-async def _read(backend: Backend, node: str, token: Token, input: ReadLogsInput, share: int) -> Logs | None:
+async def _read(backend: Backend, node: str, token: Token, input: ReadLogsInput, share: int) -> Logs | Refused | None:
     try:
-        answer = await backend.logs(node, token, input.offsets, share, input.wait, input.tail)
+        return await backend.logs(node, token, input.offsets, share, input.wait, input.tail)
     except BackendError:
         return None
-    return answer if isinstance(answer, Logs) else None

@@ -30,7 +30,7 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
             error_unreadable=unreadable,
             log_tail=tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-40:],
         )
-    because = str(raw.get("because") or kind)
+    because = str(raw.get("because") or kind)[:MESSAGE_LIMIT]
     if kind == "Fenced":
         return RanksFenced(node, received_at, str(raw.get("why")), because)
     if kind in ("KeeperDied", "RanksVanished"):

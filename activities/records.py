@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
 from temporalio import activity
 
 from recovery.model import Incident
-from workflows.messages import ArchiveIncidentsInput
 
 _INCIDENT = TypeAdapter(Incident)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveIncidentsInput:
+    namespace: str
+    job: str
+    incidents: tuple[Incident, ...]
 
 
 class RecordActivities:

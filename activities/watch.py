@@ -6,12 +6,14 @@ It decides nothing and stops nothing. Nodes are its witnesses: it may die, be re
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from temporalio import activity
 from temporalio.client import AsyncActivityCancelledError, Client
 from temporalio.exceptions import ApplicationError
@@ -32,7 +34,7 @@ from recovery.events import (
     RanksVanished,
     StepReached,
 )
-from recovery.hang import Pace, advance, hung
+from recovery.hang import Pace, advance, hung, rate
 from recovery.model import Token
 from recovery.policy import HangLimits, Timeouts
 
@@ -46,6 +48,8 @@ STALE_AFTER = 1.5
 """Heartbeats after which a node's progress is not known any more."""
 MOST_OBSERVATIONS = 16
 """That travel; a gang of thousands fails as one, and a report must stay below 256 KiB."""
+MOST_WORDS = 192 * 1024
+"""Bytes of JSON for what ranks wrote and printed, in one report."""
 SLOWEST_NAMED = 16
 
 
@@ -60,8 +64,12 @@ class WatchRanksInput:
     timeouts: Timeouts
     hang: HangLimits
     after_seq: dict[str, int] = field(default_factory=dict)
+    exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks by node that are known to have exited with 0: their observations are behind `after_seq` and come no more."""
     lost: tuple[str, ...] = ()
     """Nodes already reported unreachable: reported again only when they return."""
+    hang_known: bool = False
+    """A hang would be no news: the job waits for a lost node."""
     report_at_step: int | None = None
     progress_expected: bool = False
 
@@ -71,6 +79,8 @@ class WatchReport:
     events: tuple[Event, ...]
     """In the order in which a job should take them."""
     after_seq: dict[str, int]
+    exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks by node that have exited with 0."""
     all_succeeded: bool = False
     """Every rank of the shard exited with 0."""
 
@@ -83,7 +93,7 @@ class WatchHeartbeat:
     step: int | None
     at: datetime
     rate: float | None
-    """Steps a second, of the last few advances."""
+    """Steps a second, over the newest advances."""
     values: dict[str, float]
     """What the lowest reporting rank said beside its step, such as the loss."""
     reachable: int
@@ -101,12 +111,9 @@ class WatchActivities:
         """Watch until a fault, an end, a loss, a return, a hang, or until `report_at_step` is passed."""
         info = activity.info()
         pace = Pace(started_at=input.launched_at, expected=input.progress_expected)
-        if info.heartbeat_details:
-            before = (
-                WatchHeartbeat(**info.heartbeat_details[0]) if isinstance(info.heartbeat_details[0], dict) else info.heartbeat_details[0]
-            )
-            if isinstance(before, WatchHeartbeat) and before.generation == input.token.generation:
-                pace = before.pace
+        before = _left_behind(info.heartbeat_details)
+        if before is not None and before.generation == input.token.generation:
+            pace = before.pace
         gang = _Gang(input, pace)
         backend = self._fleets.backend(input.fleet)
         try:
@@ -160,6 +167,17 @@ class Superseded(Exception):
     """The server has given this watch to another worker."""
 
 
+def _left_behind(details: Sequence[Any]) -> WatchHeartbeat | None:
+    """Read what the watch before this one left; None where that was another version, whose words we do not know."""
+    if not details:
+        return None
+    try:
+        # The SDK decodes details without knowing their type: what is nested in them comes as plain mappings.
+        return TypeAdapter(WatchHeartbeat).validate_python(details[0])
+    except ValidationError:
+        return None
+
+
 def beat_interval(timeouts: Timeouts) -> float:
     """Seconds between two heartbeats to the server: short enough that a dead worker is noticed soon, and four fit into a lease."""
     return min(2.0, timeouts.lease.total_seconds() / 4)
@@ -180,7 +198,8 @@ class _NodeView:
     seq: int = 0
     steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
-    exited: dict[int, RankExited] = field(default_factory=dict)
+    exited: dict[int, bool] = field(default_factory=dict)
+    """Whether it succeeded, by rank."""
 
 
 class _Gang:
@@ -195,7 +214,9 @@ class _Gang:
         self._returned: list[str] = []
         self._news = asyncio.Event()
         self._first_stamps = asyncio.Event()
-        self._first_success: float | None = None
+        for node, ranks in input.exited.items():
+            self._nodes[node].exited = dict.fromkeys(ranks, True)
+        self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
 
     @property
     def generation(self) -> int:
@@ -242,7 +263,7 @@ class _Gang:
 
     def observed(self, node: str, observation: Observation) -> None:
         if isinstance(observation, RankExited):
-            self._nodes[node].exited[observation.rank] = observation
+            self._nodes[node].exited[observation.rank] = not observation.failed
             if not observation.failed:
                 self._first_success = self._first_success or time.monotonic()
                 self._news.set()
@@ -268,10 +289,12 @@ class _Gang:
 
     def _reached(self) -> tuple[int, datetime, str | None] | None:
         """The step that every living, reporting rank has reached, when the last of them did, and what one of them says to be doing."""
+        now = datetime.now(UTC)
         living = [
             value
             for view in self._nodes.values()
-            if not view.reported_lost
+            # A node that has not beaten lately is silent, not slow: its last word says nothing about now.
+            if now - view.last_heard <= STALE_AFTER * self.input.timeouts.heartbeat
             for rank, value in view.steps.items()
             if rank not in view.exited
         ]
@@ -298,22 +321,23 @@ class _Gang:
     async def wait_for_beat(self, interval: float) -> None:
         """Sleep until the next beat; the first renewal goes out as soon as there is something to renew."""
         if not self._first_stamps.is_set():
+            # Never `wait_for` in here: until Python 3.12 it swallows a cancel that comes just as what it waits for does.
             try:
-                await asyncio.wait_for(self._first_stamps.wait(), interval)
+                async with asyncio.timeout(interval):
+                    await self._first_stamps.wait()
             except TimeoutError:
                 return
             return
         await asyncio.sleep(interval)
 
     def heartbeat(self) -> WatchHeartbeat:
-        intervals = self._pace.intervals[-10:]
         first = next((view for view in self._nodes.values() if view.values), None)
         silent = tuple(node for node, view in self._nodes.items() if view.stream is None)
         return WatchHeartbeat(
             generation=self.generation,
             step=self._pace.step,
             at=self._pace.advanced_at or self._pace.started_at,
-            rate=len(intervals) / sum(intervals) if intervals and sum(intervals) > 0 else None,
+            rate=rate(self._pace),
             values=first.values if first else {},
             reachable=len(self._nodes) - len(silent),
             unreachable=silent[:SLOWEST_NAMED],
@@ -341,7 +365,8 @@ class _Gang:
                 return self._make(hang)
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), tick)
+                async with asyncio.timeout(tick):
+                    await self._news.wait()
             except TimeoutError:
                 continue  # limits pass without news
 
@@ -351,20 +376,18 @@ class _Gang:
         while not any(is_root(fault) for fault in self._faults) and time.monotonic() < until:
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), max(0.0, until - time.monotonic()))
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    await self._news.wait()
             except TimeoutError:
                 return
 
     def _fault(self) -> FaultObserved:
         ordered = sorted(self._faults, key=lambda o: (not is_root(o), o.at))
-        sent = tuple(
-            replace(o, log_tail=()) if isinstance(o, RankExited) and not is_root(o) and index > 0 else o
-            for index, o in enumerate(ordered[:MOST_OBSERVATIONS])
-        )
+        sent = _within(MOST_WORDS, tuple(ordered[:MOST_OBSERVATIONS]))
         return FaultObserved(self.generation, sent, len(ordered) - len(sent), min(o.at for o in self._faults))
 
     def _all_succeeded(self) -> bool:
-        return all(len(view.exited) == self.input.ranks_per_node for view in self._nodes.values())
+        return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
 
     def _lost(self) -> list[NodeUnreachable]:
         lost = []
@@ -382,6 +405,8 @@ class _Gang:
         return StepReached(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at)
 
     def _hang(self) -> RanksHung | None:
+        if self.input.hang_known or not self._first_stamps.is_set():
+            return None  # until a node has spoken, all that is known is what the watch before this one left: nobody watched meanwhile
         now = datetime.now(UTC)
         if all(now - view.last_heard > STALE_AFTER * self.input.timeouts.heartbeat for view in self._nodes.values()):
             return None  # whoever sees nothing cannot call anything hung
@@ -405,7 +430,12 @@ class _Gang:
         seen: list[Event] = []
         if self._pace.step is not None:
             seen.append(ProgressSeen(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at))
-        return WatchReport((*seen, *events), {node: view.seq for node, view in self._nodes.items() if view.seq}, all_succeeded)
+        exited = {
+            node: tuple(sorted(rank for rank, succeeded in view.exited.items() if succeeded))
+            for node, view in self._nodes.items()
+            if any(view.exited.values())
+        }
+        return WatchReport((*seen, *events), {node: view.seq for node, view in self._nodes.items() if view.seq}, exited, all_succeeded)
 
 
 async def _follow(backend: Backend, gang: _Gang, node: str) -> None:
@@ -431,6 +461,30 @@ async def _follow(backend: Backend, gang: _Gang, node: str) -> None:
         gang.disconnected(node, because)
         await asyncio.sleep(delay)
         delay = min(RECONNECT[1], delay * 2)
+
+
+def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:
+    """Leave words out, so that all together are no longer than `limit`: the last lines and the earliest root have precedence."""
+    left, sent = limit, []
+    for index, one in enumerate(observations):
+        if isinstance(one, RankExited):
+            if one.error is not None:
+                left -= _bytes(one.error.message) + _bytes(one.error.traceback)
+                if left < 0:
+                    one = replace(one, error=replace(one.error, message=one.error.message[:200], traceback=""))  # noqa: PLW2901
+            tail: list[str] = []
+            for line in reversed(one.log_tail if index == 0 or is_root(one) else ()):
+                left -= _bytes(line)
+                if left < 0:
+                    break
+                tail.insert(0, line)
+            one = replace(one, log_tail=tuple(tail))  # noqa: PLW2901
+        sent.append(one)
+    return tuple(sent)
+
+
+def _bytes(text: str) -> int:
+    return len(json.dumps(text, ensure_ascii=False).encode(errors="replace"))
 
 
 def _unknown_generation(gang: _Gang, node: str, line: Mapping[str, Any]) -> None:

@@ -55,11 +55,11 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             if isinstance(event, Submitted):
                 return Relaunch(job.generation + 1, because, keep_nodes=False)
             return Relaunch(job.generation + 1, because, avoid=event.avoid_nodes, without=job.lost_names, renew_budgets=event.renew_budgets)
+        case NodesAcquired() if job.phase is Phase.LAUNCHING:
+            return Ignore("the launch goes on, for the reason it was decided for")
         case NodesAcquired():
             return Wait(
-                Phase.LAUNCHING,
-                f"generation {job.generation} gets {_names(tuple(slot.node for slot in event.slots))}",
-                next="ranks are started",
+                Phase.LAUNCHING, f"enough nodes answer: {_names(tuple(slot.node for slot in event.slots))}", next="ranks are started"
             )
         case NodesMissing(hopeless=True):
             return Stop(Phase.FAILED, event.because, exit_code=2)

@@ -286,6 +286,6 @@ class JobState:
     @property
     def report_at_step(self) -> int | None:
         """The step whose passing closes the open incident."""
-        if self.incident is None:
-            return None
+        if self.incident is None or self.lost:
+            return None  # while a node is lost the incident goes on, however well the others advance
         return 0 if self.incident.reached is None else self.incident.reached + 1

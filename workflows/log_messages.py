@@ -43,7 +43,9 @@ class ReadLogsOutput:
     ended: bool = False
     """Nothing more will come: every rank of the generation has ended on every node, and all was read."""
     unreachable: tuple[str, ...] = ()
-    """Nodes that did not answer, or know nothing of this generation."""
+    """Nodes that did not answer."""
+    refused: tuple[str, ...] = ()
+    """What nodes that answered said instead of logs, such as that they know of no such generation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from recovery.events import CancelRequested, Event, MessageRejected, NodeDeclaredDead, RetryRequested
 from recovery.model import Incident, JobState, Phase
@@ -24,6 +24,10 @@ class Carried:
     inbox: tuple[Event, ...] = ()
     after_seq: dict[str, int] = field(default_factory=dict)
     """The newest observation taken from each node in this generation."""
+    exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks of this generation that have exited with 0, by node."""
+    dead: tuple[str, ...] = ()
+    """Nodes that a person declared dead, since they were chosen last."""
     deadline: datetime | None = None
 
 
@@ -57,13 +61,6 @@ class JobResult:
     """`retry` of a closed job starts from it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveIncidentsInput:
-    namespace: str
-    job: str
-    incidents: tuple[Incident, ...]
-
-
 class CancelMessage(Strict):
     because: str = ""
     by: str = ""
@@ -84,7 +81,7 @@ class ReportMessage(Strict):
 
 
 class PolicyMessage(Strict):
-    policy: dict[str, object] = {}
+    policy: dict[str, object] = Field(default_factory=dict)
     """Keys as in a policy file, laid over the policy the job has."""
     because: str = ""
     by: str = ""

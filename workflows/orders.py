@@ -20,19 +20,19 @@ with workflow.unsafe.imports_passed_through():
         LaunchRanksOutput,
         PreparedNode,
         StopRanksInput,
+        gang_of,
     )
-    from activities.records import RecordActivities
+    from activities.records import ArchiveIncidentsInput, RecordActivities
     from activities.watch import WatchActivities, WatchRanksInput, WatchReport, beat_interval
     from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, RanksStopped
     from recovery.fencing import fences
     from recovery.model import Incident, JobState, Relaunch, Slot, Token
-    from workflows.messages import ArchiveIncidentsInput
 
 SHARD = 256
 """Nodes that one watch or launch activity serves. One activity per node would be thousands of events a generation."""
 
 BEAT = timedelta(seconds=6)
-"""Heartbeat timeout of launches and stops, which beat every second: how soon a dead worker's work is taken over."""
+"""Heartbeat timeout of looks for nodes, launches and stops, which beat every second: how soon a dead worker's work is taken over."""
 KEEP_TRYING = RetryPolicy(initial_interval=timedelta(milliseconds=200), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=10))
 """For activities that change nothing when repeated. They end by an answer, never by a number of attempts."""
 REATTACH = RetryPolicy(initial_interval=timedelta(milliseconds=100), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=5))
@@ -61,7 +61,7 @@ async def acquire(job: JobState, decision: Relaunch, excluded: tuple[str, ...], 
             older_than=job.token if not job.slots else None,
         ),
         start_to_close_timeout=FOR_EVER if wait else timedelta(minutes=5),
-        heartbeat_timeout=timedelta(minutes=1) if wait else None,
+        heartbeat_timeout=BEAT,
         retry_policy=KEEP_TRYING,
         summary=f"wait until {count} nodes answer" if wait else f"find {count} nodes that answer",
     )
@@ -69,58 +69,54 @@ async def acquire(job: JobState, decision: Relaunch, excluded: tuple[str, ...], 
 
 async def launch(job: JobState, token: Token, slots: tuple[Slot, ...]) -> Event:
     """Prepare and start every shard; across shards this workflow is the barrier between the two rounds."""
-    parts = [slots[first : first + SHARD] for first in range(0, len(slots), SHARD)]
-    if len(parts) == 1:
-        return _outcome(job, token, [await _launch_shard(job, token, slots, 0, "launch")])
-    prepared = await asyncio.gather(
-        *(_launch_shard(job, token, part, index * SHARD, "prepare", prepare_only=True) for index, part in enumerate(parts))
-    )
+    whole = _launch_orders(job, token, slots)
+    if len(whole) == 1:
+        return _outcome(job, token, [await _launch_shard(job, whole[0], "launch")])
+    prepared = await asyncio.gather(*(_launch_shard(job, replace(order, prepare_only=True), "prepare") for order in whole))
     if any(output.refusals or output.unreachable for output in prepared):
         return _outcome(job, token, prepared)
-    everybody = tuple(node for output in prepared for node in output.prepared)
-    started = await asyncio.gather(
-        *(_launch_shard(job, token, part, index * SHARD, "start", everybody=everybody) for index, part in enumerate(parts))
-    )
-    return _outcome(job, token, started)
+    orders = start_orders(job, token, slots, [output.prepared for output in prepared])
+    return _outcome(job, token, await asyncio.gather(*(_launch_shard(job, order, "start") for order in orders)))
 
 
-async def _launch_shard(
-    job: JobState,
-    token: Token,
-    shard: tuple[Slot, ...],
-    first: int,
-    verb: str,
-    *,
-    prepare_only: bool = False,
-    everybody: tuple[PreparedNode, ...] = (),
-) -> LaunchRanksOutput:
-    timeouts = job.policy.timeouts
-    order = LaunchRanksInput(
-        token=token,
-        spec=job.spec,
-        slots=shard,
-        timeouts=timeouts,
-        max_restarts=job.policy.max_restarts,
-        fences=fences(job),
-        first_group_rank=first,
-        everybody=everybody,
-        prepare_only=prepare_only,
-    )
+def start_orders(job: JobState, token: Token, slots: tuple[Slot, ...], prepared: list[tuple[PreparedNode, ...]]) -> list[LaunchRanksInput]:
+    gang = gang_of([node for shard in prepared for node in shard])
+    orders = zip(_launch_orders(job, token, slots), prepared, strict=True)
+    return [replace(order, prepared=shard, gang=gang) for order, shard in orders]
+
+
+def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list[LaunchRanksInput]:
+    return [
+        LaunchRanksInput(
+            token=token,
+            spec=job.spec,
+            slots=slots[first : first + SHARD],
+            timeouts=job.policy.timeouts,
+            max_restarts=job.policy.max_restarts,
+            fences=fences(job),
+            first_group_rank=first,
+        )
+        for first in range(0, len(slots), SHARD)
+    ]
+
+
+async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str) -> LaunchRanksOutput:
+    names = tuple(slot.node for slot in order.slots)
     try:
         return await workflow.execute_activity_method(
             JobActivities.launch_ranks,
             order,
-            start_to_close_timeout=timeouts.stop_grace + timedelta(minutes=2),
+            start_to_close_timeout=job.policy.timeouts.stop_grace + timedelta(minutes=2),
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             cancellation_type=DETACH,
-            summary=f"{verb} generation {token.generation} on {_names(tuple(slot.node for slot in shard))}",
+            summary=f"{verb} generation {order.token.generation} on {_names(names)}",
         )
     except ActivityError as error:
         cause = error.cause
         if isinstance(cause, ApplicationError) and cause.non_retryable:
             why = "secret_missing" if cause.type == "SecretMissing" else "controller"
-            return LaunchRanksOutput(refusals=(NodeRefusal(shard[0].node, why, cause.message),))
+            return LaunchRanksOutput(refusals=(NodeRefusal(names[0], why, cause.message),))
         raise
 
 
@@ -138,7 +134,7 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
     return Launched(token.generation, max(stopped), max(started_at))
 
 
-async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]) -> WatchReport:
+async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int], exited: dict[str, tuple[int, ...]]) -> WatchReport:
     timeouts = job.policy.timeouts
     names = set(nodes)
     return await workflow.execute_activity_method(
@@ -152,20 +148,24 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             timeouts=timeouts,
             hang=job.policy.hang,
             after_seq={node: seq for node, seq in after_seq.items() if node in names},
+            exited={node: ranks for node, ranks in exited.items() if node in names},
             lost=tuple(node for node in job.lost_names if node in names),
-            report_at_step=job.report_at_step,
+            hang_known=job.owed is not None,
+            # One shard tells it for all: each that did would end its watch, and need another.
+            report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
             progress_expected=job.furthest_step is not None or job.progress is not None,
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),
         retry_policy=REATTACH,
         cancellation_type=DETACH,
-        summary=f"watch generation {job.generation} on {_names(nodes)}",
+        summary=f"watch generation {job.generation} on {_names(nodes)}"
+        + (f" until it passes step {job.incident.reached}" if job.incident and job.incident.reached is not None else ""),
     )
 
 
 async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
-    """Stop a generation and all below it. Returns when every node is proven clean, or must have fenced itself; with `once`, after one try."""
+    """Stop a generation and all below it. Returns when every node is proven clean, or must have fenced; with `once`, after one try."""
     unreachable = f"; {_names(job.lost_names)} cannot be reached and must fence first" if job.lost and not once else ""
     stopped = await workflow.execute_activity_method(
         JobActivities.stop_ranks,

@@ -10,6 +10,7 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 from recovery.decide import tries_used
 from recovery.model import JobState, Phase
 from recovery.policy import Strategy
+from recovery.spec import duration
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
 CAUSE = SearchAttributeKey.for_keyword("Cause")
@@ -21,20 +22,12 @@ DETAILS_LIMIT = 18_000
 """Bytes; the server takes 20,000."""
 MOST_INCIDENTS = 8
 
-ICONS = {
-    Phase.RUNNING: "🟢",
-    Phase.SUCCEEDED: "✅",
-    Phase.FAILED: "🔴",
-    Phase.CANCELLED: "⚪",
-    Phase.NODE_LOST: "🟠",
-    Phase.WAITING_FOR_PERSON: "🙋",
-    Phase.WAITING_FOR_NODES: "🟠",
-}
-
 
 def attributes(job: JobState) -> dict[str, object]:
     """What the search attributes should be now; compare before upserting, each upsert is an event."""
-    incident = job.incident
+    # A job that failed or was cancelled keeps the cause it ended with, so that `Phase = "FAILED" AND Cause = "HANG"` finds it.
+    ended_badly = job.phase in (Phase.FAILED, Phase.CANCELLED) and bool(job.incidents)
+    incident = job.incident or (job.incidents[-1] if ended_badly else None)
     last = next((d.strategy for d in reversed(incident.decisions) if d.strategy), None) if incident else None
     return {
         "Phase": job.phase.value,
@@ -62,7 +55,7 @@ def memo(job: JobState) -> dict[str, object]:
 def current_details(job: JobState, now: datetime) -> str:
     """The job's page as an incident report: what is, why, what next, what is left, how to overrule it. Markdown."""
     lines = [
-        f"## {ICONS.get(job.phase, '🔵')} {job.phase} · generation {job.generation}",
+        f"## {job.phase} · generation {job.generation}",
         "",
         f"**Why** {job.because}",
         "",
@@ -76,15 +69,17 @@ def current_details(job: JobState, now: datetime) -> str:
         lines += [f"**Nodes** {shown}" + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""), ""]
     if job.avoided:
         lines += ["**Avoided** " + ", ".join(avoided.node for avoided in job.avoided[:16]), ""]
-    lines += ["### Budgets", "", "| budget | spent | of |", "|---|---|---|"]
-    lines += [f"| the job's own restarts | {job.restarts_spent} | {job.policy.max_restarts} |"]
-    lines += [f"| generations without progress | {job.flat_generations} | {job.policy.no_progress_stop} |"]
+    # Lists, not tables: the web UI sets the cells of a table without any space between them.
+    lines += ["### Budgets", "", f"- the job's own restarts: {job.restarts_spent} of {job.policy.max_restarts} spent"]
+    lines += [f"- generations without progress: {job.flat_generations} of {job.policy.no_progress_stop}"]
     for cause, ladder in sorted(job.policy.causes.items()):
         for rung in ladder:
             used = tries_used(job, cause, rung, now)
             if used and rung.strategy not in (Strategy.FAIL, Strategy.ASK):
-                window = f" in {rung.window}" if rung.window else ""
-                lines += [f"| {cause}: {rung.strategy}{window} | {used} | {rung.tries if rung.tries is not None else 'unlimited'} |"]
+                window = f" in {duration(rung.window)}" if rung.window else ""
+                lines += [
+                    f"- {rung.strategy} for {cause}: {used} of {rung.tries if rung.tries is not None else 'any number'} tries used{window}"
+                ]
     lines += [""]
     if job.incident is not None:
         incident = job.incident
@@ -96,11 +91,11 @@ def current_details(job: JobState, now: datetime) -> str:
     closed = job.incidents[-MOST_INCIDENTS:]
     if closed:
         total = len(job.incidents) + job.incidents_archived
-        lines += [f"### Closed incidents ({total})", "", "| opened | lasted | cause | why | how it closed |", "|---|---|---|---|---|"]
+        lines += [f"### Closed incidents ({total})", ""]
         for incident in reversed(closed):
             lasted = f"{((incident.closed or now) - incident.opened).total_seconds():.1f} s"
             lines += [
-                f"| {_clock(incident.opened)} | {lasted} | {incident.cause} | {_cell(incident.because)} | {_cell(incident.outcome or '')} |"
+                f"- {_clock(incident.opened)}, {lasted}: **{incident.cause}** {incident.because[:300]} → {incident.outcome or 'closed'}"
             ]
         lines += [""]
     if job.notices:
@@ -125,7 +120,3 @@ def _next(job: JobState) -> str:
 
 def _clock(at: datetime) -> str:
     return at.strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")[:200]

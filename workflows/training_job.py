@@ -25,6 +25,7 @@ with workflow.unsafe.imports_passed_through():
         Event,
         IncidentsArchived,
         MessageRejected,
+        NodeDeclaredDead,
         NodesAcquired,
         NodesMissing,
         PolicyChanged,
@@ -53,6 +54,11 @@ KEPT_INCIDENTS = 10
 """Closed ones in the state; beyond it the older half goes to the archive. A state must stay below 512 KiB."""
 
 
+def _cancelled(error: asyncio.CancelledError) -> CancelRequested:
+    """A cancel of the workflow is a cancel of the job: its ranks are stopped before it ends."""
+    return CancelRequested(because=workflow.cancellation_reason() or str(error) or "the workflow was cancelled", by="")
+
+
 @workflow.defn
 class TrainingJob:
     @workflow.init
@@ -63,8 +69,10 @@ class TrainingJob:
         self._inbox: list[Event] = list(start.carried.inbox)
         self._after_seq: dict[str, int] = dict(start.carried.after_seq)
         self._act: asyncio.Task[None] | None = None
+        self._leaving: list[asyncio.Task[None]] = []
         self._watches: dict[int, asyncio.Task[None]] = {}
-        self._succeeded: set[int] = set()
+        self._exited: dict[str, tuple[int, ...]] = dict(start.carried.exited)
+        self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
         self._timer: asyncio.Task[None] | None = None
         self._deadline: datetime | None = None
@@ -92,16 +100,17 @@ class TrainingJob:
     @workflow.run
     async def run(self, start: TrainingJobInput) -> JobResult:
         if start.resume is not None:
-            self._watch()
+            if self._may_watch():
+                self._watch()
             self._set_deadline(start.carried.deadline)
         while True:
             try:
-                await workflow.wait_condition(lambda: bool(self._inbox) or self._may_end())
+                await workflow.wait_condition(lambda: bool(self._inbox) or self._may_end() or self._broken() is not None)
             except asyncio.CancelledError as error:
-                # A cancel of the workflow is a cancel of the job: its ranks are stopped before it ends.
-                self._inbox.append(
-                    CancelRequested(because=workflow.cancellation_reason() or str(error) or "the workflow was cancelled", by="")
-                )
+                self._inbox.append(_cancelled(error))
+            if (broken := self._broken()) is not None:
+                # A mistake in this program. It fails the task, not the workflow: the server shows it, and tries again until it is mended.
+                raise RuntimeError(f"nobody expected this of an activity: {broken}") from broken
             while self._inbox:
                 self._take(self._inbox.pop(0))
             self._publish()
@@ -110,6 +119,11 @@ class TrainingJob:
             if workflow.info().is_continue_as_new_suggested() and self._may_continue_as_new():
                 await self._continue_as_new()
 
+    def _broken(self) -> BaseException | None:
+        """What a task met that nobody has foreseen; left alone, the job would stand still and not say why."""
+        tasks = [task for task in (self._act, self._archiving, *self._watches.values()) if task is not None and task.done()]
+        return next((error for task in tasks if not task.cancelled() and (error := task.exception()) is not None), None)
+
     # --- one event, one decision
 
     def _take(self, event: Event) -> None:
@@ -117,6 +131,13 @@ class TrainingJob:
         self._job = absorb(self._job, event, now)
         decision = decide(self._job, event, now)
         self._job = evolve(self._job, decision, now)
+        match event:
+            case NodesAcquired():
+                self._dead = tuple(node for node in self._dead if node not in {slot.node for slot in event.slots})
+            case NodeDeclaredDead():
+                self._dead = tuple(dict.fromkeys((*self._dead, event.node)))
+                if (ending := self._job.ending) is not None:
+                    self._replace_act(lambda: self._stop(once=ending.phase is Phase.SUCCEEDED))  # without that node
         if not isinstance(decision, Ignore):
             workflow.logger.info("%s -> %s: %s", event.kind, decision.kind, decision.because, extra={"generation": self._job.generation})
         self._carry_out(decision)
@@ -128,33 +149,38 @@ class TrainingJob:
             case Relaunch():
                 self._set_deadline(None)
                 self._stop_watching()
-                self._replace_act(self._relaunch(decision))
+                self._replace_act(lambda: self._relaunch(decision))
             case Stop():
                 self._set_deadline(None)
                 self._stop_watching()
-                self._replace_act(self._stop(once=decision.phase is Phase.SUCCEEDED))
+                self._replace_act(lambda: self._stop(once=decision.phase is Phase.SUCCEEDED))
             case Ask():
                 self._set_deadline(self._job.next.at)
                 if self._job.lost:
                     self._watch()  # a node that comes back answers the question by itself
                 else:
                     self._stop_watching()
-                    self._replace_act(self._stop(once=True))
+                    self._replace_act(lambda: self._stop(once=True))
             case Wait():
                 self._set_deadline(decision.until)
                 if decision.phase in (Phase.RUNNING, Phase.NODE_LOST):
                     self._watch()
             case Ignore():
-                if self._act is None and self._job.phase in (Phase.RUNNING, Phase.NODE_LOST):
+                if self._act is None and self._may_watch():
                     self._watch()
 
-    def _replace_act(self, act: Awaitable[None]) -> None:
-        if self._act is not None and not self._act.done():
+    def _replace_act(self, act: Callable[[], Awaitable[None]]) -> None:
+        if self._act is not None:
             self._act.cancel()
+            self._leaving.append(self._act)
+        self._leaving = [one for one in self._leaving if not one.done()]
+        leaving = tuple(self._leaving)
 
         async def carry_out() -> None:
+            if leaving:
+                await workflow.wait(leaving)  # what they ordered has been let go of, before anything else is ordered
             try:
-                await act
+                await act()
             except ActivityError as error:
                 if is_cancelled_exception(error):
                     return
@@ -165,13 +191,17 @@ class TrainingJob:
     # --- launching
 
     async def _relaunch(self, decision: Relaunch) -> None:
+        def superseded() -> bool:
+            # An activity that ends just as it is cancelled returns its result, and its caller is not told of the cancel.
+            return decision.generation != self._job.generation or self._job.ending is not None
+
         if decision.delay:
             await workflow.sleep(decision.delay.total_seconds(), summary=f"delay before generation {decision.generation}")
         excluded = tuple(dict.fromkeys((*decision.without, *(avoided.node for avoided in self._job.avoided))))
         places = tuple((slot.node, slot.address) for slot in self._job.slots)
         if not decision.keep_nodes or not places or any(name in excluded for name, _ in places):
             places = await self._acquire(decision, excluded)
-            if not places:
+            if not places or superseded():
                 return
         left_out = [node for node in self._job.maybe_alive if node not in {name for name, _ in places}]
         if left_out:
@@ -179,6 +209,8 @@ class TrainingJob:
             before = decision.generation - 1
             gone = await orders.prove_gone(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
             self._inbox.append(gone)
+            if superseded():
+                return
         slots = seat(self._job.slots, places)
         self._inbox.append(NodesAcquired(slots))
         token = replace(self._job.token, generation=decision.generation)
@@ -202,38 +234,46 @@ class TrainingJob:
         """Keep one watch per shard; those that run are left alone."""
         for index, nodes in enumerate(orders.shards(tuple(slot.node for slot in self._job.slots))):
             running = self._watches.get(index)
-            if index not in self._succeeded and (running is None or running.done()):
-                self._watches[index] = asyncio.create_task(self._watch_shard(index, nodes))
+            if (running is None or running.done()) and not self._succeeded(nodes):
+                self._watches[index] = asyncio.create_task(self._watch_shard(nodes))
 
-    async def _watch_shard(self, index: int, nodes: tuple[str, ...]) -> None:
+    def _may_watch(self) -> bool:
+        """Not while a person is waited for and the ranks are gone: their old exits would be news once more."""
+        job = self._job
+        return job.phase in (Phase.RUNNING, Phase.NODE_LOST) or (job.phase is Phase.WAITING_FOR_PERSON and bool(job.lost))
+
+    def _succeeded(self, nodes: tuple[str, ...]) -> bool:
+        return all(len(self._exited.get(node, ())) == self._job.spec.ranks_per_node for node in nodes)
+
+    async def _watch_shard(self, nodes: tuple[str, ...]) -> None:
         generation = self._job.generation
         try:
-            report = await orders.watch(self._job, nodes, self._after_seq)
+            report = await orders.watch(self._job, nodes, self._after_seq, self._exited)
         except ActivityError as error:
             if is_cancelled_exception(error):
                 return
             raise
-        self._report(generation, index, report)
+        self._report(generation, report)
 
-    def _report(self, generation: int, index: int, report: WatchReport) -> None:
+    def _report(self, generation: int, report: WatchReport) -> None:
         if generation != self._job.generation:
             return
         self._after_seq.update(report.after_seq)
+        self._exited.update(report.exited)
         self._inbox.extend(report.events)
-        if report.all_succeeded:
-            self._succeeded.add(index)
-            if len(self._succeeded) == len(orders.shards(tuple(slot.node for slot in self._job.slots))):
-                self._inbox.append(RanksSucceeded(generation))
+        if report.all_succeeded and self._succeeded(tuple(slot.node for slot in self._job.slots)):
+            self._inbox.append(RanksSucceeded(generation))
 
     def _stop_watching(self) -> None:
         for watch in self._watches.values():
             watch.cancel()
-        self._watches, self._after_seq, self._succeeded = {}, {}, set()
+        self._watches, self._after_seq, self._exited = {}, {}, {}
 
     # --- stopping
 
     async def _stop(self, *, once: bool) -> None:
-        nodes = tuple(dict.fromkeys((*self._job.maybe_alive, *(slot.node for slot in self._job.slots))))
+        places = (slot.node for slot in self._job.slots if slot.node not in self._dead)
+        nodes = tuple(dict.fromkeys((*self._job.maybe_alive, *places)))
         if nodes:
             generation = self._job.generation
             what = "clean up after" if once else "stop"
@@ -248,7 +288,7 @@ class TrainingJob:
         if self._act is not None:
             await self._act  # raises what it met
         if self._archiving is not None:
-            await self._archiving
+            await self._settled([self._archiving])  # a cancel changes nothing any more
         assert self._job.ending is not None
         self._job = finish(self._job, workflow.now())
         self._publish()
@@ -269,10 +309,21 @@ class TrainingJob:
         watching = [watch for watch in self._watches.values() if not watch.done()]
         for watch in watching:
             watch.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
-        await workflow.wait_condition(workflow.all_handlers_finished)
-        carried = Carried(tuple(self._inbox), self._after_seq, self._deadline)
+        if (cancelled := await self._settled(watching)) is not None:
+            self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
+        carried = Carried(tuple(self._inbox), self._after_seq, self._exited, self._dead, self._deadline)
         workflow.continue_as_new(TrainingJobInput(spec=self._job.spec, policy=self._job.policy, resume=self._job, carried=carried))
+
+    async def _settled(self, tasks: list[asyncio.Task[None]]) -> CancelRequested | None:
+        """Wait until these and all handlers are done, whatever happens; return the cancel that came meanwhile."""
+        cancelled = None
+        while True:
+            try:
+                await workflow.wait_condition(lambda: all(task.done() for task in tasks) and workflow.all_handlers_finished())
+            except asyncio.CancelledError as error:
+                cancelled = _cancelled(error)
+            else:
+                return cancelled
 
     async def _archive(self) -> None:
         incidents = self._job.incidents[: KEPT_INCIDENTS // 2]
@@ -312,15 +363,15 @@ class TrainingJob:
     # --- what people send: anything at all may arrive, nothing raises
 
     @workflow.signal(description='Stop every rank and end the job. {"because": "…", "by": "…"}, all optional.')
-    def cancel(self, message: Any = None) -> None:
+    def cancel(self, message: Any = None, *_more: Any) -> None:
         self._receive("cancel", message, cancel_event)
 
     @workflow.signal(description='Launch a new generation now. {"because", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.')
-    def force_retry(self, message: Any = None) -> None:
+    def force_retry(self, message: Any = None, *_more: Any) -> None:
         self._receive("force_retry", message, retry_event)
 
     @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…"}.')
-    def report(self, message: Any = None) -> None:
+    def report(self, message: Any = None, *_more: Any) -> None:
         self._receive("report", message, report_event)
 
     def _receive(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
@@ -330,13 +381,13 @@ class TrainingJob:
             self._inbox.append(MessageRejected(name, explain(error)))
 
     @workflow.update(description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "because": "…", "by": "…"}.')
-    def change_policy(self, message: Any = None) -> str:
+    def change_policy(self, message: Any = None, *_more: Any) -> str:
         changed = PolicyMessage.model_validate(message or {})
         self._inbox.append(PolicyChanged(overlay(self._job.policy, changed.policy), changed.because, changed.by))
         return "the policy is in force from the next decision on"
 
     @change_policy.validator
-    def _check_policy(self, message: Any = None) -> None:
+    def _check_policy(self, message: Any = None, *_more: Any) -> None:
         try:
             changed = PolicyMessage.model_validate(message or {})
             overlay(self._job.policy, changed.policy)

@@ -1,0 +1,175 @@
+"""Launching, stopping, finding nodes, archiving and reading logs: each said once, repeated without harm, and honest about silence."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from temporalio.exceptions import ApplicationError
+
+import recovery.fencing
+from activities.job import LAUNCH_ATTEMPTS, AcquireNodesInput, AcquireNodesOutput, LaunchRanksOutput, StopRanksInput, StopRanksOutput
+from activities.logs import LogActivities
+from activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
+from backends.simulated import Fault, Lingers, Prints, Refuse, Script
+from recovery.model import Incident, Slot
+from recovery.policy import Cause
+from tests.activities.harness import PATIENCE, TOKEN, Stand, ago, environment, stand
+from workflows.log_messages import ReadLogsInput
+
+
+async def acquire(fleet: Stand, count: int = 2, **changes: object) -> AcquireNodesOutput:
+    return await environment().run(fleet.jobs.acquire_nodes, replace(AcquireNodesInput("default", count), **changes))  # type: ignore[arg-type]
+
+
+async def stop(fleet: Stand, **changes: object) -> StopRanksOutput:
+    given = StopRanksInput(TOKEN, "default", ("n1", "n2"), fleet.timeouts, 2)
+    stopping = environment().run(fleet.jobs.stop_ranks, replace(given, **changes))  # type: ignore[arg-type]
+    return await asyncio.wait_for(stopping, PATIENCE)
+
+
+def names(output: AcquireNodesOutput) -> list[str]:
+    return [name for name, _ in output.nodes]
+
+
+async def test_a_launch_that_lost_an_answer_is_repeated_and_starts_nothing_twice() -> None:
+    fleet = stand(Script(faults=(Fault(kind="lose_answer", command="start", node="n2"),)))
+    with pytest.raises(ApplicationError) as first:
+        await fleet.launch(attempt=1)
+    assert (first.value.type, first.value.non_retryable) == ("NodesUnreachable", False)
+    answer = await fleet.launch(attempt=2)
+    assert isinstance(answer, LaunchRanksOutput)
+    assert answer.started_at is not None
+    assert len([life for life in fleet.backend.lives if life.kind == "started"]) == 4
+
+
+@pytest.mark.parametrize(("command", "sent"), [("prepare", False), ("start", True)])
+async def test_the_last_attempt_says_who_did_not_answer_and_whether_ranks_may_run(command: str, sent: bool) -> None:
+    fleet = stand(Script(faults=(Fault(kind="lose_order", command=command, node="n2", nth=None),)))  # type: ignore[arg-type]
+    answer = await fleet.launch(attempt=LAUNCH_ATTEMPTS)
+    assert (answer.unreachable, answer.start_sent) == (("n2",), sent)
+    assert "n2" in answer.because
+
+
+async def test_a_refusal_is_told_at_once_and_nothing_is_started() -> None:
+    fleet = stand(Script((Refuse(command="prepare", node="n1", why="stuck", because="rank 0 is in D state"),)))
+    answer = await fleet.launch()
+    assert [(r.node, r.why, r.because) for r in answer.refusals] == [("n1", "stuck", "rank 0 is in D state")]
+    assert fleet.backend.lives == []
+
+
+async def test_a_launcher_that_is_not_the_current_one_starts_nothing() -> None:
+    fleet = stand()
+    fleet.server.fails = RuntimeError("another attempt is the current one")
+    with pytest.raises(RuntimeError):
+        await fleet.launch()
+    assert fleet.backend.lives == []
+
+
+async def test_stopping_ends_when_every_rank_is_gone_and_repeating_it_is_success() -> None:
+    fleet = stand(Script((Lingers(rank=3, seconds=60),)))
+    await fleet.launch()
+    for _ in range(2):
+        answer = await stop(fleet)
+        assert (sorted(answer.nodes), answer.fenced) == (["n1", "n2"], ())
+    assert len([life for life in fleet.backend.lives if life.kind == "ended"]) == 4
+
+
+async def test_a_silent_node_counts_as_fenced_only_when_another_one_is_proven_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(milliseconds=100))
+    short = {"lease": "900ms", "heartbeat": "100ms", "fence_after": "300ms", "stop_grace": "100ms"}
+    fleet = stand(timeouts=short)
+    await fleet.launch()
+    fleet.backend.cut("n2")
+    answer = await stop(fleet, unheard_for=(("n2", timedelta(seconds=0.2)),))
+    assert answer.fenced == ("n2",)
+    assert not [life for life in fleet.backend.lives if life.kind == "ended" and life.at > answer.at.timestamp()]
+    assert len([life for life in fleet.backend.lives if life.kind == "ended"]) == 4, "it is true of the node"
+
+
+async def test_without_a_witness_no_silence_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(0))
+    fleet = stand(timeouts={"lease": "600ms", "heartbeat": "100ms", "fence_after": "100ms", "stop_grace": "100ms"})
+    fleet.backend.cut("n1")
+    fleet.backend.cut("n2")
+    long_ago = (("n1", timedelta(days=1)), ("n2", timedelta(days=1)))
+    given = StopRanksInput(TOKEN, "default", ("n1", "n2"), fleet.timeouts, 2, unheard_for=long_ago)
+    stopping = asyncio.create_task(environment().run(fleet.jobs.stop_ranks, given))
+    done, _ = await asyncio.wait([stopping], timeout=3)
+    assert not done
+    fleet.backend.heal("n1")
+    fleet.backend.heal("n2")
+    assert (await asyncio.wait_for(stopping, PATIENCE)).fenced == ()
+
+
+async def test_stopping_once_leaves_a_silent_node_alone() -> None:
+    fleet = stand()
+    fleet.backend.cut("n2")
+    assert (await stop(fleet, once=True)).nodes == ("n1",)
+
+
+async def test_nodes_keep_their_places_and_spares_come_last() -> None:
+    fleet = stand(nodes=3, spares=2)
+    assert names(await acquire(fleet, 3)) == ["n1", "n2", "n3"]
+    keep = tuple(Slot(name, name) for name in ("n3", "n1", "n2"))
+    assert names(await acquire(fleet, 3, keep=keep)) == ["n3", "n1", "n2"]
+    assert names(await acquire(fleet, 3, keep=keep, exclude=("n1",))) == ["n3", "n4", "n2"]
+    fleet.backend.cut("n2")
+    assert names(await acquire(fleet, 3, keep=keep, exclude=("n1",))) == ["n3", "n4", "n5"]
+
+
+async def test_too_few_nodes_are_said_with_their_number_and_are_hopeless_only_when_the_fleet_is_too_small() -> None:
+    fleet = stand()
+    fleet.backend.cut("n2")
+    answer = await acquire(fleet)
+    assert (answer.nodes, answer.because, answer.hopeless) == ((), "1 of the 2 nodes wanted answer", False)
+    answer = await acquire(fleet, exclude=("n1",))
+    assert answer.because == "0 of the 2 nodes wanted answer (n1 left out)"
+    answer = await acquire(fleet, 3)
+    assert (answer.because, answer.hopeless) == ("fleet default has 2 nodes, the job asks for 3", True)
+
+
+async def test_nodes_that_hold_ranks_of_an_earlier_submission_are_told() -> None:
+    fleet = stand(spares=1)
+    await fleet.launch()
+    later = replace(TOKEN, submission=2000, generation=0)
+    assert (await acquire(fleet, older_than=later)).holding == ("n1", "n2")
+    assert (await acquire(fleet, older_than=replace(later, job="other"))).holding == ()
+    await stop(fleet)
+    assert (await acquire(fleet, older_than=later)).holding == ()
+
+
+def incident(number: int) -> Incident:
+    return Incident(ago(0), number, Cause.APPLICATION, f"number {number}\nand more")
+
+
+async def test_archiving_twice_adds_nothing_and_a_torn_last_line_is_written_again(tmp_path: Path) -> None:
+    records = RecordActivities(tmp_path)
+    first, second, third = (incident(number) for number in (1, 2, 3))
+    for _ in range(2):
+        assert await environment().run(records.archive_incidents, ArchiveIncidentsInput("default", "llama", (first, second))) == 2
+    path = archive_file(tmp_path, "default", "llama")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert read_archive(tmp_path, "default", "llama") == [first]
+    assert await environment().run(records.archive_incidents, ArchiveIncidentsInput("default", "llama", (first, second, third))) == 3
+    assert read_archive(tmp_path, "default", "llama") == [first, second, third]
+    assert read_archive(tmp_path, "default", "other") == []
+
+
+async def test_logs_are_read_on_from_where_they_were_and_silent_nodes_are_named(tmp_path: Path) -> None:
+    fleet = stand(Script((Prints(rank=0, text="one\ntwo\n"), Prints(rank=2, text="three\n"))))
+    await fleet.launch()
+    logs = LogActivities(fleet.fleets, tmp_path)
+    order = ReadLogsInput("default", ("n1", "n2"), TOKEN.namespace, TOKEN.job, TOKEN.submission, TOKEN.generation)
+    answer = await environment().run(logs.read_logs, order)
+    assert sorted((piece.rank, piece.data) for piece in answer.chunks) == [(0, "one\ntwo\n"), (2, "three\n")]
+    assert (answer.ended, answer.unreachable) == (False, ())
+    tail = await environment().run(logs.read_logs, replace(order, tail=1))
+    assert sorted((piece.rank, piece.data) for piece in tail.chunks) == [(0, "two\n"), (2, "three\n")]
+    fleet.backend.cut("n2")
+    answer = await environment().run(logs.read_logs, order)
+    assert ([piece.rank for piece in answer.chunks], answer.unreachable) == ([0], ("n2",))

@@ -1,0 +1,218 @@
+"""The watch of one shard: what it waits for, what it says, and that it renews only what the server acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+
+import pytest
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.watch import Superseded, WatchHeartbeat
+from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, error_file
+from recovery.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RankExited, RanksHung, RanksVanished, StepReached
+from recovery.hang import Pace
+from recovery.policy import HangLimits
+from tests.activities.harness import Stand, ago, environment, eventually, stand
+
+CASCADE = ("RuntimeError: NCCL communicator was aborted", "torch.distributed.DistBackendError: Connection reset by peer")
+
+
+async def test_exits_that_come_together_are_one_report_with_the_root_first() -> None:
+    fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE), Exit(rank=3, exit_code=1, error=error_file("ValueError: boom")))))
+    await fleet.launch()
+    report = await fleet.watch()
+    (fault,) = report.events
+    assert isinstance(fault, FaultObserved)
+    first = fault.observations[0]
+    assert isinstance(first, RankExited)
+    assert (first.rank, first.error and first.error.message) == (3, "ValueError: boom")
+    assert len(fault.observations) == 4
+    assert report.after_seq.keys() == {"n1", "n2"}
+
+
+async def test_echoes_alone_wait_at_most_about_a_second_for_their_root() -> None:
+    fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE),)))
+    await fleet.launch()
+    began = time.monotonic()
+    report = await fleet.watch()
+    assert time.monotonic() - began >= 1.0
+    assert isinstance(report.events[-1], FaultObserved)
+
+
+async def test_echoes_wait_no_longer_once_their_root_has_come() -> None:
+    fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE), Exit(rank=3, exit_code=1, after=0.3, error=error_file("boom")))))
+    await fleet.launch()
+    report = await fleet.watch()
+    fault = report.events[-1]
+    assert isinstance(fault, FaultObserved)
+    assert isinstance(fault.observations[0], RankExited)
+    assert fault.observations[0].rank == 3
+
+
+async def test_all_exits_with_0_are_a_success_and_one_that_is_missing_is_not() -> None:
+    fleet = stand(Script((Exit(exit_code=0),)))
+    await fleet.launch()
+    report = await fleet.watch()
+    assert report.all_succeeded
+    assert report.exited == {"n1": (0, 1), "n2": (2, 3)}
+    again = await fleet.watch(after_seq=report.after_seq, exited=report.exited)
+    assert again.all_succeeded, "what is behind after_seq comes no more, and is not forgotten"
+
+
+async def test_a_node_is_lost_only_after_lost_after_and_says_how_long_it_was_silent() -> None:
+    fleet = stand(Script((Cut(node="n2", after=0.2),)), timeouts={"lost_after": "800ms"})
+    await fleet.launch()
+    began = time.monotonic()
+    report = await fleet.watch()
+    assert time.monotonic() - began >= 0.8
+    (lost,) = report.events
+    assert isinstance(lost, NodeUnreachable)
+    assert lost.node == "n2"
+    assert lost.unheard_for.total_seconds() >= 0.8
+
+
+async def test_a_short_cut_loses_nobody() -> None:
+    fleet = stand(Script((Cut(node="n2", after=0.2, lasts=0.3), Exit(exit_code=0, after=2.0))), timeouts={"lost_after": "1.5s"})
+    await fleet.launch()
+    assert (await fleet.watch()).all_succeeded
+
+
+async def test_a_lost_node_that_answers_again_has_returned() -> None:
+    fleet = stand(Script((Cut(node="n2", after=0.2, lasts=1.0),)))
+    await fleet.launch()
+    report = await fleet.watch(lost=("n2",))
+    assert report.events == (NodeReturned(1, "n2"),)
+
+
+async def test_leases_are_renewed_after_an_acknowledged_heartbeat_and_not_without_one() -> None:
+    fleet = stand(timeouts={"lease": "600ms", "heartbeat": "100ms"})
+    fleet.server.fails = RPCError("no", RPCStatusCode.UNAVAILABLE, b"")
+    await _launched(fleet)
+    running = environment()
+    watching = asyncio.create_task(fleet.watch(running))
+    await eventually(lambda: any(c.command == "watch" for c in fleet.backend.calls), "watched")
+    await eventually(lambda: fleet.server.refused >= 2, "two heartbeats that nobody acknowledged")
+    assert fleet.renewals() == 0
+    fleet.server.fails = None
+    await eventually(lambda: fleet.renewals() > 0, "renewed")
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+async def test_an_attempt_that_was_superseded_ends_and_renews_nothing() -> None:
+    fleet = stand()
+    await _launched(fleet)
+    fleet.server.fails = RPCError("not found", RPCStatusCode.NOT_FOUND, b"")
+    with pytest.raises(ExceptionGroup) as ended:
+        await fleet.watch()
+    assert ended.group_contains(Superseded)
+    assert fleet.renewals() == 0
+
+
+async def test_when_the_worker_shuts_down_the_watch_is_handed_over_at_once() -> None:
+    fleet = stand()
+    await fleet.launch()
+    running = environment()
+    watching = asyncio.create_task(fleet.watch(running))
+    await eventually(lambda: fleet.renewals() > 0, "renewed")
+    began = time.monotonic()
+    running.worker_shutdown()
+    with pytest.raises(ApplicationError) as handed:
+        await watching
+    assert handed.value.type == "HandOver"
+    assert time.monotonic() - began < 2
+    assert not [life for life in fleet.backend.lives if life.kind == "ended"]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_what_was_learned_is_taken_over_from_the_attempt_before(plain: bool) -> None:
+    fleet = stand(Script((Progress(steps=((0.0, 7),)), Exit(exit_code=0, after=1.5))))
+    await fleet.launch()
+    pace = Pace(ago(100), expected=True, step=5, advanced_at=ago(50), intervals=(1.0, 2.0), steps=(1, 1))
+    before = WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), pace)
+    beats: list[WatchHeartbeat] = []
+    running = environment(2, (asdict(before) if plain else before,), lambda *details: beats.extend(details))
+    report = await fleet.watch(running)
+    assert report.all_succeeded
+    assert beats[0].pace.step == 5
+    assert beats[-1].pace.intervals[:2] == (1.0, 2.0)
+    assert isinstance(report.events[0], ProgressSeen)
+    assert report.events[0].step == 7
+
+
+async def test_what_another_generation_left_is_not_taken_over() -> None:
+    fleet = stand(Script((Exit(exit_code=0, after=0.5),)))
+    await fleet.launch()
+    old = WatchHeartbeat(7, 5, ago(50), None, {}, 2, (), Pace(ago(100), expected=True, step=5))
+    assert (await fleet.watch(environment(2, (old,)))).events == ()
+
+
+async def test_passing_the_step_that_was_asked_for_is_reported() -> None:
+    fleet = stand(Script((Progress(steps=((0.0, 3), (0.4, 10))),)))
+    await fleet.launch()
+    report = await fleet.watch(report_at_step=10)
+    assert [type(event) for event in report.events] == [ProgressSeen, StepReached]
+    assert isinstance(report.events[1], StepReached)
+    assert report.events[1].step == 10
+
+
+async def test_a_flat_step_is_a_hang_and_names_the_slowest_ranks() -> None:
+    fleet = stand(Script((Progress(steps=((0.0, 3),)), Progress(rank=2, steps=((0.0, 2),)))))
+    await fleet.launch()
+    report = await fleet.watch(hang=HangLimits.model_validate({"after": "1s"}))
+    hang = report.events[-1]
+    assert isinstance(hang, RanksHung)
+    assert "has not changed" in hang.because
+
+
+async def test_progress_that_is_never_reported_or_cannot_be_read_is_no_hang() -> None:
+    script = Script((Progress(rank=0, unreadable="not a number"), Exit(exit_code=0, after=1.5)))
+    fleet = stand(script)
+    await fleet.launch()
+    report = await fleet.watch(hang=HangLimits.model_validate({"after": "0.3s", "first_step": "0.3s"}))
+    assert report.all_succeeded
+
+
+async def test_S3_5_a_rank_that_stands_still_after_another_has_finished_is_a_hang() -> None:
+    script = Script((Exit(rank=0, exit_code=0), Progress(rank=1, steps=((0.0, 4),), hangs=True)))
+    fleet = stand(script, timeouts={"exit_barrier": "700ms"})
+    await fleet.launch()
+    hang = (await fleet.watch()).events[-1]
+    assert isinstance(hang, RanksHung)
+    assert hang.because == "a rank finished 0.7 s ago and others neither finish nor advance"
+
+
+async def test_S3_5_ranks_that_advance_beyond_the_exit_barrier_and_exit_with_0_have_succeeded() -> None:
+    late = tuple(Exit(rank=rank, exit_code=0, after=2.5) for rank in (1, 2, 3))
+    script = Script((Exit(rank=0, exit_code=0), *late, *(Progress(rank=rank, rate=10.0) for rank in (1, 2, 3))))
+    fleet = stand(script, timeouts={"exit_barrier": "1.2s"})
+    await fleet.launch()
+    assert (await fleet.watch()).all_succeeded
+
+
+@pytest.mark.parametrize(("happening", "rebooted"), [(KeeperDies(node="n2"), False), (Reboot(node="n2", after=0.3), True)])
+async def test_ranks_that_are_gone_unseen_are_told_as_that(happening: KeeperDies | Reboot, rebooted: bool) -> None:
+    fleet = stand(Script((happening,)), timeouts={"lost_after": "10s"})
+    await fleet.launch()
+    fault = (await fleet.watch()).events[-1]
+    assert isinstance(fault, FaultObserved)
+    (seen,) = fault.observations
+    assert isinstance(seen, RanksVanished)
+    assert (seen.node, seen.rebooted) == ("n2", rebooted)
+
+
+async def test_a_broken_watch_goes_on_where_it_left_off() -> None:
+    broken = Fault(kind="break", command="watch", lines=2, nth=None)
+    fleet = stand(Script((Exit(exit_code=0, after=0.2),), (broken,)))
+    await fleet.launch()
+    assert (await fleet.watch()).all_succeeded
+    assert sum(call.command == "watch" for call in fleet.backend.calls) > 2
+
+
+async def _launched(fleet: Stand) -> None:
+    held, fleet.server.fails = fleet.server.fails, None
+    await fleet.launch()
+    fleet.server.fails = held

@@ -1,0 +1,61 @@
+"""A watch that has something to report ends, whatever arrives in the very same moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from temporalio.testing import ActivityEnvironment
+
+from activities.watch import WatchActivities, WatchRanksInput
+from recovery.model import Token
+from recovery.policy import HangLimits, Timeouts
+
+EXITED = {"seq": 1, "kind": "RankExited", "rank": 0, "local_rank": 0, "exit_code": 0, "signal": None, "stopped": False, "at": 1.0}
+
+
+class OneNode:
+    """A node whose only rank has exited by the time somebody watches. Its first heartbeat comes `pause` turns of the loop after that."""
+
+    def __init__(self, pause: int) -> None:
+        self.pause = pause
+
+    def backend(self, fleet: str) -> OneNode:
+        return self
+
+    @asynccontextmanager
+    async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[OneNode]:
+        yield self
+
+    async def lines(self) -> AsyncIterator[dict[str, Any]]:
+        yield {"hello": {}}
+        for _ in range(10):  # until the watch waits for the first heartbeat
+            await asyncio.sleep(0)
+        yield {"observation": EXITED}
+        for _ in range(self.pause):
+            await asyncio.sleep(0)
+        yield {"heartbeat": {"stamp": 1.0}}
+        await asyncio.Event().wait()
+
+    async def renew(self, stamp: float) -> None:
+        return
+
+    # The client's side: a server that acknowledges every heartbeat.
+    def get_async_activity_handle(self, task_token: bytes) -> OneNode:
+        return self
+
+    async def heartbeat(self, *details: Any) -> None:
+        return
+
+
+@pytest.mark.parametrize("pause", range(10))
+async def test_a_rank_that_exits_as_the_first_heartbeat_arrives_ends_the_watch(pause: int) -> None:
+    node: Any = OneNode(pause)
+    order = WatchRanksInput(Token("default", "hi", 1, 1), "default", ("n1",), 1, datetime.now(UTC), Timeouts(), HangLimits())
+    async with asyncio.timeout(10):
+        report = await ActivityEnvironment().run(WatchActivities(node, node).watch_ranks, order)
+    assert report.all_succeeded

@@ -1,0 +1,131 @@
+"""Who may import whom: each module in a process of its own, against what was loaded with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ("workflows", "activities", "recovery", "backends", "agent", "console", "settings", "connection", "interpreter", "worker", "starter")
+PYDANTIC = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
+HEAVY = ("boto3", "botocore", "paramiko", "numpy", "typer", "rich", "yaml", "pydantic_settings")
+
+PROGRAM = """
+import importlib, json, sys
+before = set(sys.modules)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+loaded = [name for name in sys.modules if name not in before]
+print(json.dumps([[name, str(getattr(sys.modules[name], "__file__", None))] for name in loaded]))
+"""
+
+
+def loaded(*modules: str) -> dict[str, str]:
+    """Names and files of the modules that these imports load, in a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *modules], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def modules(package: str) -> list[str]:
+    """Every module of a package, a package by itself included."""
+    found = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / package).rglob("*.py"))]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in found]
+    return [name for name in names if not name.endswith("__main__")]
+
+
+def within(name: str, allowed: Iterable[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in allowed)
+
+
+ALLOWED = [
+    ("recovery", ("recovery",)),
+    ("agent", ("agent",)),
+    ("backends", ("backends", "recovery")),
+    # log_messages: what the command line, which must not load activities, and the activity that reads logs say to each other.
+    ("activities", ("activities", "recovery", "backends", "backends.base", "workflows", "workflows.log_messages")),
+    ("workflows", ("workflows", "activities", "recovery", "backends", "backends.base")),
+    ("console", ("console", "workflows", "workflows.messages", "workflows.log_messages", "recovery", "settings", "connection")),
+    (
+        "starter",
+        (
+            "starter",
+            "console",
+            "workflows",
+            "workflows.messages",
+            "workflows.log_messages",
+            "recovery",
+            "settings",
+            "connection",
+            "interpreter",
+        ),
+    ),
+]
+"""What each may load of ours. A bare `backends` or `workflows` stands for the package itself, which is a docstring."""
+
+BARE = {"activities": ("backends", "workflows"), "workflows": ("backends",), "console": ("workflows",), "starter": ("workflows",)}
+
+
+@pytest.mark.parametrize(("package", "allowed"), ALLOWED, ids=[row[0] for row in ALLOWED])
+def test_a_package_loads_only_what_it_may(package: str, allowed: tuple[str, ...]) -> None:
+    names = ["starter"] if package == "starter" else modules(package)
+    whole = tuple(one for one in allowed if one not in BARE.get(package, ()))
+    found = [name for name in loaded(*names) if within(name, OURS)]
+    assert [name for name in found if not within(name, whole) and name not in BARE.get(package, ())] == []
+
+
+@pytest.mark.parametrize(("package", "also"), [("agent", ()), ("recovery", PYDANTIC)])
+def test_a_pure_package_loads_the_standard_library_and_no_more(package: str, also: tuple[str, ...]) -> None:
+    # By their files: pydantic looks for plugins of whatever is installed, so its own imports are taken as given.
+    given = set(loaded("pydantic", "pydantic.functional_validators")) if also else set()
+    names = [name for name, file in loaded(*modules(package)).items() if "site-packages" in file and name not in given]
+    assert [name for name in names if not within(name, also)] == []
+
+
+def test_recovery_knows_no_clock_and_no_log() -> None:
+    for path in sorted((ROOT / "recovery").rglob("*.py")):
+        text = path.read_text()
+        for word in (
+            "datetime.now(",
+            "time.time(",
+            "time.monotonic(",
+            "import logging",
+            "import asyncio",
+            "import temporalio",
+            "from temporalio",
+        ):
+            assert word not in text, f"{path.name} has {word!r}"
+
+
+def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line() -> None:
+    found = loaded("workflows.training_job", "connection", "temporalio.worker", "temporalio.contrib.pydantic")
+    assert [name for name in found if name in HEAVY] == []
+
+
+def test_each_module_of_ours_can_be_imported_by_itself() -> None:
+    program = """
+import os, sys, importlib
+failed = []
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {error!r}", flush=True)
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    failed += [name] if status else []
+sys.exit(bool(failed))
+"""
+    names = [name for package in ("recovery", "workflows", "activities", "backends") for name in modules(package)]
+    # Forked from one interpreter that has only third parties loaded: a process for each, at a fraction of the time.
+    prelude = "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic\n"
+    done = subprocess.run([sys.executable, "-c", prelude + program, *names], cwd=ROOT, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,220 @@
+"""A worker with real activities over a simulated fleet, and its jobs. Leaving it replays each history and checks the records."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, WorkflowHistory
+from temporalio.exceptions import ApplicationError
+from temporalio.worker import Replayer, Worker
+
+from activities.job import JobActivities
+from activities.logs import LogActivities
+from activities.records import RecordActivities
+from activities.watch import WatchActivities
+from backends.simulated import ManualClock, Script, SimulatedBackend
+from connection import data_converter
+from recovery.model import JobState, Phase
+from recovery.policy import Policy, resolve
+from recovery.spec import FleetSpec, JobSpec
+from tests.invariants import assert_invariants
+from workflows.messages import JobResult, TrainingJobInput
+from workflows.training_job import TrainingJob
+
+PATIENCE = 30.0
+"""Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
+QUICK = {"heartbeat": "200ms", "lease": "20s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
+
+
+def policy(timeouts: dict[str, str] | None = None, **changes: Any) -> Policy:
+    """The default policy with short timeouts. The lease stays long: a busy machine must not fence anybody."""
+    wanted = {**QUICK, **(timeouts or {})}
+    seconds = {key: f"{float(value[:-2]) / 1000}s" if value.endswith("ms") else value for key, value in wanted.items()}
+    return resolve({**changes, "timeouts": seconds})
+
+
+def fleet(nodes: int, spares: int = 0) -> FleetSpec:
+    named = [
+        {"name": f"n{i}", "address": f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", "spare": i > nodes} for i in range(1, nodes + spares + 1)
+    ]
+    return FleetSpec.model_validate({"name": "default", "backend": "simulated", "nodes": named})
+
+
+@dataclass
+class SimulatedFleets:
+    known: FleetSpec
+    simulated: SimulatedBackend
+
+    def spec(self, fleet: str) -> FleetSpec:
+        if fleet != self.known.name:
+            raise KeyError(f"fleet {fleet!r} is not known to this worker, it serves {self.known.name}")
+        return self.known
+
+    def backend(self, fleet: str) -> SimulatedBackend:
+        self.spec(fleet)
+        return self.simulated
+
+
+@dataclass
+class Job:
+    handle: WorkflowHandle[Any, JobResult]
+    client: Client
+
+    async def state(self) -> JobState:
+        return await self.handle.query(TrainingJob.state)
+
+    async def until(self, holds: Callable[[JobState], bool], what: str = "") -> JobState:
+        """Wait until the state is as wanted, and return it."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE
+        while True:
+            state = await self.state()
+            if holds(state):
+                return state
+            assert asyncio.get_running_loop().time() < deadline, f"never {what or 'so'}: {state.phase} because {state.because}; {state}"
+            await asyncio.sleep(0.05)
+
+    async def until_phase(self, phase: Phase, generation: int | None = None) -> JobState:
+        return await self.until(lambda s: s.phase is phase and generation in (None, s.generation), f"{phase} in generation {generation}")
+
+    async def result(self) -> JobResult:
+        """The result, also of a job that failed, where it rides in the failure's details."""
+        try:
+            return await asyncio.wait_for(self.handle.result(), PATIENCE)
+        except WorkflowFailureError as error:
+            return failed_result(error)
+
+    async def history(self) -> WorkflowHistory:
+        return await self.handle.fetch_history()
+
+    async def runs(self) -> list[WorkflowHistory]:
+        """Histories of all runs of this job, oldest first."""
+        found = []
+        run_id = self.handle.first_execution_run_id
+        while run_id:
+            history = await self.client.get_workflow_handle(self.handle.id, run_id=run_id).fetch_history()
+            found.append(history)
+            run_id = history.events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id
+        return found
+
+
+def failed_result(error: WorkflowFailureError) -> JobResult:
+    assert isinstance(error.cause, ApplicationError), error.cause
+    assert error.cause.type == "JobFailed", error.cause
+    converter = data_converter()
+    payload = converter.payload_converter.to_payloads([error.cause.details[0]])
+    return converter.payload_converter.from_payloads(payload, [JobResult])[0]  # type: ignore[no-any-return]
+
+
+@dataclass
+class Rig:
+    client: Client
+    backend: SimulatedBackend
+    fleets: SimulatedFleets
+    queue: str
+    archive: Path
+    jobs: list[Job] = field(default_factory=list)
+
+    async def submit(
+        self,
+        policy_: Policy | None = None,
+        *,
+        nodes: int = 2,
+        ranks: int = 2,
+        name: str | None = None,
+        start: dict[str, Any] | None = None,
+        **spec: Any,
+    ) -> Job:
+        name = name or f"job-{uuid.uuid4().hex[:8]}"
+        job_spec = JobSpec.model_validate({"name": name, "command": ["train"], "nodes": nodes, "nproc_per_node": ranks, **spec})
+        handle = await self.client.start_workflow(
+            TrainingJob.run,
+            TrainingJobInput(spec=job_spec, policy=policy_ or policy(), submitted_by="ada", **(start or {})),
+            id=f"job/{name}",
+            task_queue=self.queue,
+            task_timeout=timedelta(seconds=10),
+        )
+        self.jobs.append(Job(handle, self.client))
+        return self.jobs[-1]
+
+    def launches(self) -> dict[int, list[str]]:
+        """Which nodes obeyed a first start, by generation."""
+        found: dict[int, list[str]] = {}
+        for life in self.backend.lives:
+            nodes = found.setdefault(life.token.generation, [])
+            if life.kind == "started" and life.node not in nodes:
+                nodes.append(life.node)
+        return found
+
+    def orders(self, command: str) -> list[tuple[str, int]]:
+        return [(order.node, order.token.generation) for order in self.backend.orders if order.command == command]
+
+
+def activities(fleets: SimulatedFleets, client: Client, archive: Path) -> list[Callable[..., Any]]:
+    jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
+    records, logs = RecordActivities(archive), LogActivities(fleets, archive)
+    return [
+        jobs.acquire_nodes,
+        jobs.launch_ranks,
+        jobs.stop_ranks,
+        watch.watch_ranks,
+        records.archive_incidents,
+        logs.read_logs,
+        logs.read_incidents,
+    ]
+
+
+def worker(client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = 0) -> Worker:
+    return Worker(
+        client,
+        task_queue=queue,
+        workflows=[TrainingJob],
+        activities=activities(fleets, client, archive),
+        # Nothing is cached, so each task replays the job from its beginning.
+        max_cached_workflows=cached,
+        max_heartbeat_throttle_interval=timedelta(milliseconds=100),
+        graceful_shutdown_timeout=timedelta(seconds=5),
+    )
+
+
+@asynccontextmanager
+async def rig(
+    client: Client,
+    archive: Path,
+    script: Script | None = None,
+    *,
+    nodes: int = 2,
+    spares: int = 0,
+    clock: ManualClock | None = None,
+    all_ended: bool = True,
+    cached: int = 0,
+    two_controllers: bool = False,
+) -> AsyncIterator[Rig]:
+    spec = fleet(nodes, spares)
+    backend = SimulatedBackend(spec, script, clock)
+    fleets = SimulatedFleets(spec, backend)
+    made = Rig(client, backend, fleets, f"q-{uuid.uuid4().hex[:8]}", archive)
+    async with worker(client, made.queue, fleets, archive, cached=cached):
+        yield made
+        for job in made.jobs:
+            for history in await job.runs():
+                await replay(history)
+    if two_controllers:
+        # Somebody else has launched higher tokens of the job before, so that ours are older ones for a while.
+        backend.calls[:] = [call for call in backend.calls if call.command not in ("prepare", "start")]
+    assert_invariants(backend, all_ended=all_ended)
+
+
+async def replay(history: WorkflowHistory) -> None:
+    """Run a history through the workflow as it is now.
+
+    Raises:
+        NondeterminismError: it would have ordered something else.
+    """
+    await Replayer(workflows=[TrainingJob], data_converter=data_converter()).replay_workflow(history)

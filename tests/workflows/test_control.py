@@ -1,0 +1,237 @@
+"""What people may do to a job: cancel it, retry it, change its policy, and send it nonsense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
+from temporalio.exceptions import ApplicationError
+
+from backends.simulated import Cut, Exit, Fault, Lingers, Progress, Script
+from recovery.model import Phase
+from tests.invariants import alive
+from tests.workflows.conftest import MakeRig
+from tests.workflows.rig import Job, Rig, policy
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+ASK = {"APPLICATION": [{"strategy": "ASK"}], "UNKNOWN": [{"strategy": "ASK"}]}
+
+
+async def is_cancelled(rig: Rig, job: Job) -> None:
+    result = await job.result()
+    assert (result.phase, result.exit_code) == (Phase.CANCELLED, 130)
+    assert not alive(rig.backend.lives)
+    assert (await job.handle.describe()).status is WorkflowExecutionStatus.COMPLETED
+    assert result.state.maybe_alive == ()
+
+
+@pytest.mark.parametrize("way", ["signal", "temporal"])
+async def test_S5_4_cancel_stops_running_ranks(make_rig: MakeRig, way: str) -> None:
+    async with make_rig() as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING)
+        if way == "signal":
+            await job.handle.signal("cancel", {"because": "enough", "by": "ada"})
+        else:
+            await job.handle.cancel()
+        await is_cancelled(rig, job)
+        because = (await job.result()).because
+        assert because == "cancelled by ada: enough" if way == "signal" else because.startswith("cancelled")
+
+
+async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
+    faults = tuple(Fault(kind="delay", command="start", node=node, seconds=0.8) for node in ("n1", "n2"))
+    async with make_rig(Script(faults=faults)) as rig:
+        job = await rig.submit()
+        await job.until(lambda s: s.phase is Phase.LAUNCHING and bool(s.slots), "LAUNCHING")
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+async def test_S5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),))) as rig:
+        job = await rig.submit()
+        state = await job.until_phase(Phase.WAITING_FOR_NODES)
+        assert state.because == "1 of the 2 nodes wanted answer"
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+        assert rig.launches() == {}
+
+
+async def test_S5_4_cancel_while_a_person_is_asked(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Exit(rank=0),))) as rig:
+        job = await rig.submit(policy(causes=ASK))
+        await job.until_phase(Phase.WAITING_FOR_PERSON)
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+async def test_S5_4_cancel_during_the_delay_before_a_restart(make_rig: MakeRig) -> None:
+    ladder = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE", "delay": "1h"}]}
+    async with make_rig(Script((Exit(rank=0),))) as rig:
+        job = await rig.submit(policy(causes=ladder))
+        await job.until_phase(Phase.LAUNCHING, 2)
+        await job.handle.cancel()
+        await is_cancelled(rig, job)
+        assert list(rig.launches()) == [1]
+
+
+async def test_a_cancel_waits_until_ranks_that_linger_are_gone(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Lingers(rank=3, seconds=60),))) as rig:
+        job = await rig.submit(policy({"stop_grace": "1s"}))
+        await job.until_phase(Phase.RUNNING)
+        await job.handle.signal("cancel")
+        state = await job.until_phase(Phase.STOPPING)
+        assert state.ending is not None
+        await is_cancelled(rig, job)
+
+
+async def test_a_cancel_while_the_job_stops_for_a_failure_makes_it_cancelled(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Exit(rank=0, after=0.2), Lingers(rank=3, seconds=60)))) as rig:
+        job = await rig.submit(policy({"stop_grace": "2s"}, max_restarts=0))
+        await job.until_phase(Phase.STOPPING)
+        await job.handle.signal("cancel", {"by": "ada"})
+        await is_cancelled(rig, job)
+
+
+async def test_two_cancels_of_both_kinds_end_the_job_once(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Lingers(rank=0, seconds=60),))) as rig:
+        job = await rig.submit(policy({"stop_grace": "1s"}))
+        await job.until_phase(Phase.RUNNING)
+        await job.handle.signal("cancel", {"because": "first"})
+        await job.until_phase(Phase.STOPPING)
+        await job.handle.cancel()
+        await job.handle.cancel()
+        await is_cancelled(rig, job)
+        assert (await job.result()).because == "cancelled: first"
+
+
+async def test_S5_4_force_retry_while_running_stops_all_ranks_and_launches_the_next_generation(make_rig: MakeRig) -> None:
+    async with make_rig(spares=1) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING, 1)
+        await job.handle.signal("force_retry", {"because": "n2 is slow", "by": "ada", "avoid_nodes": ["n2"]})
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert [slot.node for slot in state.slots] == ["n1", "n3"]
+        assert state.restarts_spent == 0
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+async def test_S5_4_force_retry_while_launching_gives_up_that_launch(make_rig: MakeRig) -> None:
+    faults = tuple(Fault(kind="delay", command="start", generation=1, node=node, seconds=1.0) for node in ("n1", "n2"))
+    async with make_rig(Script(faults=faults)) as rig:
+        job = await rig.submit()
+        await job.until(lambda s: s.phase is Phase.LAUNCHING and bool(s.slots), "LAUNCHING")
+        await job.handle.signal("force_retry")
+        await job.until_phase(Phase.RUNNING, 2)
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_told_to(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Exit(generation=1, rank=0),), then="succeed")) as rig:
+        job = await rig.submit(policy(causes=ASK))
+        state = await job.until_phase(Phase.WAITING_FOR_PERSON)
+        assert "`retry`" in state.next.what
+        await job.handle.signal("force_retry", {"renew_budgets": True})
+        result = await job.result()
+        assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
+
+
+async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), nodes=2) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.WAITING_FOR_NODES, 1)
+        rig.backend.heal("n2")
+        await job.handle.signal("force_retry")
+        result = await job.result()
+        assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
+
+
+async def test_a_job_that_waits_for_nodes_goes_on_by_itself_when_they_answer(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed")) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.WAITING_FOR_NODES, 1)
+        rig.backend.heal("n2")
+        result = await job.result()
+        assert (result.phase, result.generation) == (Phase.SUCCEEDED, 1)
+
+
+async def test_change_policy_is_in_force_from_the_next_decision_on(make_rig: MakeRig) -> None:
+    script = Script(tuple(Exit(generation=g, rank=0, after=1.0) for g in range(1, 20)))
+    async with make_rig(script) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING, 1)
+        answer = await job.handle.execute_update("change_policy", {"policy": {"max_restarts": 0}, "because": "budget", "by": "ada"})
+        assert answer == "the policy is in force from the next decision on"
+        result = await job.result()
+        assert (result.phase, result.generation) == (Phase.FAILED, 1)
+        assert "policy changed by ada: budget" in result.state.notices
+
+
+@pytest.mark.parametrize(
+    ("sent", "sentence"),
+    [
+        ([], "policy: missing, expected the keys to change"),
+        ([{}], "policy: missing, expected the keys to change"),
+        ([{"polizy": {}}], "polizy: unknown key"),
+        ([{"policy": {"max_restarts": -1}}], "max_restarts: Input should be greater than or equal to 0 (got -1)"),
+        ([{"policy": {"max_retries": 3}}], "max_retries: unknown key"),
+        ([{"policy": {"timeouts": {"lease": "0.1s"}}}], "timeouts.lease is 0.1s"),
+        (["nonsense"], "Input should be a valid dictionary"),
+    ],
+)
+async def test_change_policy_is_refused_with_a_sentence(make_rig: MakeRig, sent: list[Any], sentence: str) -> None:
+    async with make_rig() as rig:
+        job = await rig.submit()
+        before = (await job.until_phase(Phase.RUNNING)).policy
+        with pytest.raises(WorkflowUpdateFailedError) as refused:
+            await job.handle.execute_update("change_policy", args=sent)
+        assert isinstance(refused.value.cause, ApplicationError)
+        assert sentence in refused.value.cause.message
+        assert (await job.state()).policy == before
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+MALFORMED: list[tuple[str, list[Any], str]] = [
+    ("cancel", ["a string"], "cancel was not understood: Input should be a valid dictionary"),
+    ("cancel", [17], "cancel was not understood"),
+    ("cancel", [["a", "list"]], "cancel was not understood"),
+    ("cancel", [False], "cancel was not understood"),
+    ("cancel", [{"because": 5}], "cancel was not understood: because: Input should be a valid string (got 5)"),
+    ("cancel", [{"reason": "x"}], "cancel was not understood: reason: unknown key"),
+    ("force_retry", [{"avoid_nodes": "n2"}], "force_retry was not understood: avoid_nodes"),
+    ("force_retry", [{"avoid_nodes": [{"a": 1}]}], "force_retry was not understood: avoid_nodes.0"),
+    ("force_retry", [{"renew_budgets": "perhaps"}], "force_retry was not understood: renew_budgets"),
+    ("report", [], "report was not understood: node: missing"),
+    ("report", [None], "report was not understood: node: missing"),
+    ("report", [{"node": "n 2"}], "report was not understood: node: 'n 2' is not a name"),
+    ("report", [{"node": "n2", "declared": "alive"}], "report was not understood: declared"),
+]
+
+
+async def test_malformed_signals_change_nothing_are_visible_and_the_next_valid_one_works(make_rig: MakeRig) -> None:
+    async with make_rig() as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING, 1)
+        for name, sent, notice in MALFORMED:
+            await job.handle.signal(name, args=sent)
+            state = await job.until(lambda s, notice=notice: notice in (s.notices or ("",))[-1], notice)  # type: ignore[misc]
+            assert (state.phase, state.generation, len(state.notices) <= 5) == (Phase.RUNNING, 1, True)
+        await job.handle.signal("cancel", {"by": "ada"})
+        await is_cancelled(rig, job)
+
+
+@pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"because": "b"}, {"by": "somebody"}]])
+async def test_a_signal_with_nothing_in_it_means_all_defaults_and_a_second_payload_is_left_out(make_rig: MakeRig, sent: list[Any]) -> None:
+    async with make_rig(Script((Progress(rank=0, hangs=True),))) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING, 1)
+        await job.handle.signal("force_retry", args=sent)
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert state.notices == ()
+        await job.handle.signal("cancel", args=sent)
+        await is_cancelled(rig, job)

@@ -1,0 +1,73 @@
+"""Histories of jobs as they once went, replayed by the workflow as it is now.
+
+A changed order of commands breaks jobs that run: when one of these fails, guard the change by `workflow.patched`.
+After a change that is meant before anybody runs it, capture them anew: `python -m tests.workflows.test_histories`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from temporalio.client import WorkflowHistory
+
+from backends.simulated import Cut, Exit, KeeperDies, Progress, Script, error_file
+from recovery.policy import Policy
+from tests.workflows.rig import policy, replay, rig
+
+HISTORIES = Path(__file__).parents[1] / "histories"
+SCENARIOS: dict[str, tuple[Script, Policy]] = {
+    "success": (Script(then="succeed"), policy()),
+    "restart_in_place": (
+        Script((Exit(generation=1, rank=3, exit_code=1, error=error_file("ValueError: boom", "Traceback")),), then="succeed"),
+        policy(),
+    ),
+    "ladder_used_up": (Script((Exit(rank=0, exit_code=3),)), policy()),
+    "replace_node": (Script(tuple(KeeperDies(generation=g, node="n2") for g in (1, 2, 3)), then="succeed"), policy()),
+    "incident_closed_by_progress": (
+        Script(
+            (
+                Exit(generation=1, rank=0, exit_code=1, after=0.8),
+                Progress(generation=1, steps=((0.0, 10),)),
+                Exit(generation=2, exit_code=0, after=1.5),
+                Progress(generation=2, steps=((0.0, 9), (0.5, 11))),
+            )
+        ),
+        policy(),
+    ),
+    "node_lost_and_back": (
+        Script(
+            (Cut(generation=1, node="n2", after=0.5, lasts=2.0, words=("controller-in", "controller-out")), Exit(exit_code=0, after=5.0))
+        ),
+        policy(),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", sorted(HISTORIES.glob("*.json")), ids=lambda path: path.stem)
+async def test_a_captured_history_replays(path: Path) -> None:
+    await replay(WorkflowHistory.from_json(f"job/{path.stem}", path.read_text()))
+
+
+def test_each_scenario_has_its_history() -> None:
+    assert {path.stem for path in HISTORIES.glob("*.json")} == set(SCENARIOS)
+
+
+async def _capture() -> None:
+    from tests.workflows.conftest import FAST, _dev
+
+    async with _dev([word for value in FAST for word in ("--dynamic-config-value", value)]) as client:
+        for name, (script, rules) in SCENARIOS.items():
+            async with rig(client, Path(tempfile.mkdtemp()), script, spares=1) as one:
+                job = await one.submit(rules, name=name)
+                await job.result()
+                history = json.loads((await job.history()).to_json())
+                (HISTORIES / f"{name}.json").write_text(json.dumps(history, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(_capture()))
