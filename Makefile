@@ -10,15 +10,16 @@ setup: .venv/.installed
 .venv/.installed: requirements.lock
 	@if command -v uv >/dev/null 2>&1; then \
 	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
-	    uv pip install --quiet --python $(PY) -r requirements.lock; \
+	    uv pip install --quiet --compile-bytecode --python $(PY) -r requirements.lock; \
 	else \
 	    for python in python3.13 python3.12 python3.11 python3; do \
-	        command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' && break; python=; \
+	        command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; \
 	    done; \
 	    test -n "$$python" || { echo "make setup: no Python 3.11 or newer on PATH, and no uv that could fetch one" >&2; exit 2; }; \
 	    test -x $(PY) || $$python -m venv .venv; \
 	    $(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock; \
 	fi
+	@$(PY) -m compileall -q *.py activities backends console recovery workflows  # else the first command pays for it
 	@touch $@
 
 demo: setup

@@ -9,10 +9,9 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 PREFIX = "RELAUNCH_"
 FILE_VARIABLE = "RELAUNCH_SETTINGS"
@@ -33,8 +32,8 @@ class Mistake(Exception):
     """What a person wrote cannot be used. One sentence: the thing, the value, what is expected."""
 
 
-class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     state: Path = Path(".relaunch")
     """Folder of the embedded server, of local nodes and of archived incidents."""
@@ -48,7 +47,7 @@ class Settings(BaseSettings):
     metrics: str | None = None
     """host:port on which the worker serves Prometheus metrics."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    fleets: Annotated[tuple[Path, ...], NoDecode] = ()
+    fleets: tuple[Path, ...] = ()
     """Fleet files. In the environment separated by `:`, as in PATH."""
 
     @field_validator("fleets", mode="before")
@@ -67,18 +66,6 @@ class Settings(BaseSettings):
         if value is not None and not (re.fullmatch(r".+:\d{1,5}", value) and int(value.rpartition(":")[2]) < 2**16):
             raise ValueError("expected host:port, such as 127.0.0.1:9464")
         return value
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = settings_file()
-        return (init_settings, env_settings, *([TomlConfigSettingsSource(settings_cls, file)] if file else []))
 
 
 def settings_file() -> Path | None:
@@ -104,23 +91,25 @@ def read_settings(**overrides: Any) -> Settings:
             raise Mistake(f"settings file {file} cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Mistake(f"settings file {file} is not TOML: {error}") from None
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
-    for variable, value in os.environ.items():
-        # pydantic-settings passes over variables it does not know; a misspelt one must not be silent.
-        if variable.startswith(PREFIX) and value and variable not in (*known, *OF_RANKS, FILE_VARIABLE):
+    known = {f"{PREFIX}{name.upper()}": name for name in Settings.model_fields}
+    exported = {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX) and value}
+    for variable in exported:
+        if variable not in (*known, *OF_RANKS, FILE_VARIABLE):
             raise Mistake(f"{variable} is no setting: one of {', '.join(sorted(known))}")
+    typed = {name: value for name, value in overrides.items() if value is not None}
+    in_environment = {known[variable]: value for variable, value in exported.items() if variable in known}
+    values = {**written, **in_environment, **typed}
     try:
-        return Settings(**{name: value for name, value in overrides.items() if value is not None})
+        return Settings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        variable = f"{PREFIX}{name.upper()}"
+        name = str(first["loc"][0])
         what = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             raise Mistake(f"settings file {file}: {name} is no setting: one of {', '.join(Settings.model_fields)}") from None
-        where = f"setting {name}" if name in overrides else variable if os.environ.get(variable) else f"settings file {file}: {name}"
-        value = first["input"] if name in overrides else os.environ.get(variable) or written.get(name, first["input"])
-        raise Mistake(f"{where} is {value!r}: {what}") from None
+        in_file = f"settings file {file}: {name}"
+        where = f"setting {name}" if name in typed else f"{PREFIX}{name.upper()}" if name in in_environment else in_file
+        raise Mistake(f"{where} is {values[name]!r}: {what}") from None
 
 
 def describe_settings(settings: Settings, overrides: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:

@@ -123,13 +123,14 @@ def submit(
     spec, resolved = files.read_job(job, {key: value for key, value in flags.items() if value is not None})
 
     async def work(client: Client, settings: Settings) -> int:
-        from console import jobs
-        from console.follow import follow_lines, follow_live
+        from console import submission
 
-        await jobs.submit(client, settings.task_queue, spec, resolved, because)
+        await submission.submit(client, settings.task_queue, spec, resolved, because)
         print(f"job {spec.name} submitted: {spec.world_size} ranks on {spec.node_count} nodes", flush=True)
         if not follow:
             return 0
+        from console.follow import follow_lines, follow_live
+
         return await (follow_live(client, spec.name) if sys.stdout.isatty() else follow_lines(client, spec.name, print))
 
     raise typer.Exit(with_client(work))

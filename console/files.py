@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from recovery.policy import Policy, preset, preset_names, resolve
 from recovery.spec import FleetSpec, JobSpec, parse_name
 from settings import Mistake
+
+if TYPE_CHECKING:
+    import yaml
 
 Model = TypeVar("Model", bound=BaseModel)
 Where = tuple[str | int, ...]
@@ -22,6 +23,8 @@ class Document:
     """A YAML file's content, and the line on which each part of it stands."""
 
     def __init__(self, path: Path) -> None:
+        import yaml
+
         self.path = path
         self.lines: dict[Where, int] = {(): 1}
         try:
@@ -49,6 +52,8 @@ class Document:
         self.content: dict[str, Any] = content
 
     def _visit(self, node: yaml.Node, where: Where) -> None:
+        import yaml
+
         self.lines.setdefault(where, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
@@ -146,6 +151,8 @@ def _sentence(model: type[BaseModel], error: ValidationError, document: Document
         return f"{place}: {path}: missing, and there is no default"
     if kind == "extra_forbidden":
         known = _keys_beside(model, location)
+        import difflib
+
         word = str(location[-1])
         near = difflib.get_close_matches(word, known, n=1) or [key for key in known if len(word) > 2 and key.startswith(word)]
         hint = f", did you mean {near[0]}?" if near else f": expected one of {', '.join(known)}" if known else ""

@@ -1,11 +1,8 @@
-"""Starts jobs, looks at them, and sends them what people say. Every refusal is a `Mistake`: one sentence, nothing changed."""
+"""Looks at jobs, and sends them what people say. Every refusal is a `Mistake`: one sentence, nothing changed."""
 
 from __future__ import annotations
 
 import asyncio
-import getpass
-import os
-import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,33 +19,19 @@ from temporalio.client import (
     WorkflowQueryFailedError,
     WorkflowQueryRejectedError,
 )
-from temporalio.common import (
-    SearchAttributeKey,
-    SearchAttributePair,
-    TypedSearchAttributes,
-    WorkflowIDConflictPolicy,
-    WorkflowIDReusePolicy,
-)
-from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from console.files import check_name
+from console.submission import GENERATION, PHASE, WORKFLOW, submit, whoami
 from console.views import Watch, merge_watches
 from recovery.model import Incident, JobState
-from recovery.policy import Policy
-from recovery.spec import JobSpec
 from settings import Mistake
 from workflows.log_messages import ReadIncidentsInput, ReadIncidentsOutput
-from workflows.messages import WORKFLOW_ID_PREFIX, CancelMessage, JobResult, ReportMessage, RetryMessage, TrainingJobInput
+from workflows.messages import WORKFLOW_ID_PREFIX, CancelMessage, JobResult, ReportMessage, RetryMessage
 
-WORKFLOW = "TrainingJob"
-TASK_TIMEOUT = timedelta(seconds=3)
-"""After which another worker takes over from one that died with a workflow task in its hands; the default is 10 s."""
 QUERY_WITHIN = timedelta(seconds=5)
 """A live worker answers in milliseconds, one that replays a long history in a second or two; without one nobody ever does."""
 ACTIVITY_WITHIN = timedelta(seconds=10)
-PHASE = SearchAttributeKey.for_keyword("Phase")
-GENERATION = SearchAttributeKey.for_int("Generation")
 LOOKED_AT_ONCE = 16
 
 
@@ -73,67 +56,8 @@ class Look:
         return str(self.state.phase) if self.state else str(self.memo.get("phase", self.status))
 
 
-def whoami() -> str:
-    try:
-        return f"{getpass.getuser()}@{socket.gethostname()}"
-    except (KeyError, OSError):  # a container's user may have no name
-        return f"{os.getuid()}@{socket.gethostname()}"
-
-
 def handle_of(client: Client, name: str) -> WorkflowHandle[Any, Any]:
     return client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{check_name('job', name)}")
-
-
-async def submit(
-    client: Client,
-    task_queue: str,
-    spec: JobSpec,
-    policy: Policy,
-    because: str = "",
-    previous: JobState | None = None,
-    renew_budgets: bool = False,
-    avoid: tuple[str, ...] = (),
-) -> WorkflowHandle[Any, Any]:
-    """Start a job.
-
-    Raises:
-        Mistake: a job of that name runs already.
-    """
-    argument = TrainingJobInput(
-        spec=spec,
-        policy=policy,
-        submitted_by=whoami(),
-        because=because,
-        previous=previous,
-        renew_budgets=renew_budgets,
-        avoid_nodes=avoid,
-    )
-    try:
-        return await client.start_workflow(
-            WORKFLOW,
-            argument,
-            id=f"{WORKFLOW_ID_PREFIX}{spec.name}",
-            task_queue=task_queue,
-            task_timeout=TASK_TIMEOUT,
-            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
-            id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
-            static_summary=f"{spec.name}: {spec.world_size} ranks on {spec.node_count} nodes"[:200],
-            static_details=f"    {' '.join(spec.command)}"[:2000] + f"\n\nfleet {spec.fleet}, submitted by {argument.submitted_by}",
-            search_attributes=TypedSearchAttributes([SearchAttributePair(PHASE, "QUEUED"), SearchAttributePair(GENERATION, 0)]),
-            memo={"phase": "QUEUED", "because": because or "submitted", "next": "nodes are acquired"},
-        )
-    except WorkflowAlreadyStartedError:
-        now = await look(client, spec.name)
-        generation = f", generation {now.state.generation}" if now.state else ""
-        raise Mistake(
-            f"job {spec.name} runs already ({now.phase}{generation}): expected another name, or `starter.py cancel {spec.name}` before"
-        ) from None
-    except RPCError as error:
-        if error.status == RPCStatusCode.INVALID_ARGUMENT and "search attribute" in error.message.lower():
-            raise Mistake(
-                f"namespace {client.namespace} does not know relaunch's search attributes: start a worker first, it adds them"
-            ) from None
-        raise
 
 
 async def describe(client: Client, name: str) -> WorkflowExecutionDescription:

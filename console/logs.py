@@ -126,7 +126,8 @@ async def print_logs(
         if answer is None:
             complaint: str | None = "no worker answers: logs wait for one"
         else:
-            complaint = f"no logs from {', '.join(answer.unreachable[:8])}: no answer" if answer.unreachable else None
+            silent = [f"{', '.join(answer.unreachable[:8])}: no answer"] if answer.unreachable else []
+            complaint = f"no logs from {'; '.join((*silent, *answer.refused[:8]))}" if silent or answer.refused else None
             for piece in answer.chunks:
                 offsets[piece.rank] = piece.next
                 if only is None or piece.rank == only:

@@ -129,11 +129,13 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
         say(f"no server runs, so this job brings its own; its state is {own.state}")
     kept = True
     try:
-        from console import follow, jobs  # while our own server starts
+        from console.submission import submit
 
         client = await connect(settings.state, await own.address() if own else None)
-        await jobs.submit(client, settings.task_queue, spec, policy)
+        await submit(client, settings.task_queue, spec, policy)
         say(f"job {spec.name} submitted: {spec.world_size} ranks on {spec.node_count} nodes")
+        from console import follow, jobs  # while the ranks start
+
         following = asyncio.create_task(follow.follow_with_logs(client, settings.task_queue, spec.name, say))
         code = await _until_done(following, lambda: jobs.cancel(client, spec.name, "ctrl-C"), spec.name, say)
         if code is None:
