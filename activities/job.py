@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,21 +15,20 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
+from activities.stopping import StopRanksInput, StopRanksOutput, beating, stop_everywhere
 from backends.base import (
     Backend,
     BackendError,
     Fleets,
-    Gone,
     Peer,
     Prepared,
     PrepareOrder,
     ProtocolError,
     Refused,
     StartOrder,
-    StopOrder,
 )
 from recovery.events import NodeRefusal
-from recovery.fencing import fence_wait, peers_of
+from recovery.fencing import peers_of
 from recovery.model import Slot, Token
 from recovery.policy import Timeouts
 from recovery.ranks import common_environment, rank_environments, ranks_of
@@ -126,27 +124,6 @@ class LaunchRanksOutput:
     unreachable: tuple[str, ...] = ()
     because: str = ""
     start_sent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StopRanksInput:
-    token: Token
-    fleet: str
-    nodes: tuple[str, ...]
-    timeouts: Timeouts
-    gang_size: int
-    unheard_for: tuple[tuple[str, timedelta], ...] = ()
-    """Of nodes known to be lost, when this was ordered: ages, because clocks of controllers differ."""
-    fences: bool = True
-    once: bool = False
-    """Try each node once and leave it at that: the ranks are known to have exited."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopRanksOutput:
-    at: datetime
-    nodes: tuple[str, ...]
-    fenced: tuple[str, ...]
 
 
 class JobActivities:
@@ -293,58 +270,8 @@ class JobActivities:
 
     @activity.defn
     async def stop_ranks(self, input: StopRanksInput) -> StopRanksOutput:
-        """Stop the token and all below it on every node. Ends when each is proven gone, or must have fenced itself.
-
-        A node that does not answer fences itself once its lease has run out and some peer of it is not alive any more. So the clock of that
-        wait starts only when at least one node is proven stopped.
-        """
-        backend = self._fleets.backend(input.fleet)
-        timeouts = input.timeouts
-        began = datetime.now(UTC)
-        last_heard = {node: began - unheard for node, unheard in input.unheard_for}
-        order = StopOrder(input.token, stop_grace=timeouts.stop_grace.total_seconds())
-        remaining, gone, fenced = list(input.nodes), [], []
-        witnessed_at: datetime | None = None
-        while True:
-            async with beating():
-                results = await asyncio.gather(*(_stop_one(backend, node, order) for node in remaining))
-            stopped = [node for node, because in zip(remaining, results, strict=True) if because is None]
-            silent = {node: because for node, because in zip(remaining, results, strict=True) if because is not None}
-            gone += stopped
-            remaining = list(silent)
-            now = datetime.now(UTC)
-            if stopped and witnessed_at is None:
-                witnessed_at = now
-            if input.fences and witnessed_at is not None:
-                for node in list(remaining):
-                    leased_until = last_heard.get(node, began) + timeouts.lease
-                    if now >= max(witnessed_at, leased_until) + fence_wait(timeouts, input.gang_size):
-                        remaining.remove(node)
-                        fenced.append(node)
-            if not remaining or input.once:
-                return StopRanksOutput(at=now, nodes=(*gone, *fenced), fenced=tuple(fenced))
-            activity.heartbeat({"waiting for": {node: silent[node] for node in remaining[:8]}, "more": max(0, len(remaining) - 8)})
-            await asyncio.sleep(LOOK_AGAIN / 4 if stopped else LOOK_AGAIN)
-
-
-@asynccontextmanager
-async def beating() -> AsyncIterator[list[Any]]:
-    """Heartbeat while the body runs, so that a dead worker is noticed within seconds and the next one goes on.
-
-    Yields the details that each beat carries: empty, for the body to fill. A beat without them would take away those of the last.
-    """
-    details: list[Any] = []
-
-    async def beat() -> None:
-        while True:
-            activity.heartbeat(*details)
-            await asyncio.sleep(1.0)
-
-    task = asyncio.create_task(beat())
-    try:
-        yield details
-    finally:
-        task.cancel()
+        """Stop the token and all below it on every node. Ends when each is proven gone, or must have fenced itself."""
+        return await stop_everywhere(self._fleets.backend(input.fleet), input)
 
 
 class NodesUnreachable(Exception):
@@ -462,12 +389,3 @@ def _secrets(spec: JobSpec) -> dict[str, str]:
                 f"secret {name}: {where} cannot be read by the worker", type="SecretMissing", non_retryable=True
             ) from error
     return values
-
-
-async def _stop_one(backend: Backend, node: str, order: StopOrder) -> str | None:
-    """Return None when the ranks are proven gone, else why not."""
-    try:
-        answer = await backend.stop(node, order)
-    except BackendError as error:
-        return error.because
-    return None if isinstance(answer, Gone) else answer.because

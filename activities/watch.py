@@ -384,7 +384,10 @@ class _Gang:
     def _fault(self) -> FaultObserved:
         ordered = sorted(self._faults, key=lambda o: (not is_root(o), o.at))
         sent = _within(MOST_WORDS, tuple(ordered[:MOST_OBSERVATIONS]))
-        return FaultObserved(self.generation, sent, len(ordered) - len(sent), min(o.at for o in self._faults))
+        now = datetime.now(UTC)
+        ages = {node: now - view.last_heard for node, view in self._nodes.items() if not view.reported_lost}
+        silent = tuple((node, age) for node, age in ages.items() if age > STALE_AFTER * self.input.timeouts.heartbeat)[:SLOWEST_NAMED]
+        return FaultObserved(self.generation, sent, len(ordered) - len(sent), min(o.at for o in self._faults), silent)
 
     def _all_succeeded(self) -> bool:
         return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())

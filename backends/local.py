@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from backends.base import Gone, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, WatchStream
+from backends.base import PROTOCOL, Gone, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, WatchStream
 from backends.session import ANSWER_WITHIN, LINE_LIMIT, AgentSession
 from recovery.model import Token
 from recovery.spec import FleetNode, FleetSpec
@@ -51,6 +51,9 @@ class LocalBackend:
         return self._session(node).watch(token, after_seq, heartbeat)
 
     async def list(self, node: str) -> Mapping[str, Any]:
+        if node not in self._sessions and not (self.folder(node) / "jobs").exists() and not (self.folder(node) / "cut").exists():
+            # Nothing ever ran there. To start a session only to hear that costs 0.2 s of a core, sixteen times on a new laptop.
+            return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": []}
         return await self._session(node).list()
 
     async def logs(

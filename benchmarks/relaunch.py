@@ -39,9 +39,8 @@ class Relaunch(Contender):
         with (self._state / "up.log").open("wb") as log:
             self._up = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
         deadline = time.monotonic() + READY_WITHIN
-        while (
-            subprocess.run([sys.executable, str(ROOT / "starter.py"), "jobs"], env=self._environment, capture_output=True).returncode != 0
-        ):
+        jobs = [sys.executable, str(ROOT / "starter.py"), "jobs"]
+        while subprocess.run(jobs, env=self._environment, capture_output=True, check=False).returncode != 0:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"`up` is not ready within {READY_WITHIN:g} s: see {self._state / 'up.log'}")
         # The first job finds the worker still importing; that is no part of any other job's start.

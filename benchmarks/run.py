@@ -91,9 +91,7 @@ def main() -> int:
         "events_per_recovery": events,
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(
-        "| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms: median (min–max) | command → all 4 run, s | idle CPU | idle memory |"
-    )
+    print("| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms | command → all 4 run, s | idle CPU | idle memory |")
     print("|---|---|---|---|---|")
     for result in results:
         print(row(result))

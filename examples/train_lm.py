@@ -102,7 +102,9 @@ def _outer(x: Floats, dy: Floats) -> Floats:
     return x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
 
 
-def loss_and_gradient(shape: Shape, flat: Floats, sequences: Tokens, tokens: int) -> tuple[float, Floats]:
+def loss_and_gradient(  # noqa: PLR0915 - forward and backward, line by line, are read side by side
+    shape: Shape, flat: Floats, sequences: Tokens, tokens: int
+) -> tuple[float, Floats]:
     """Sum the cross-entropy of these sequences, over the `tokens` of all ranks, so that the ranks' results add up."""
     p, gradient = shape.views(flat), np.zeros_like(flat)
     if not len(sequences):
@@ -430,9 +432,7 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
     characters = sorted(set(text))
     shape = Shape(vocabulary=len(characters))
     if len(text) <= shape.context:
-        raise ValueError(
-            f"--text {options.text}: {len(text)} characters; expected more than {shape.context}, one sequence"
-        )
+        raise ValueError(f"--text {options.text}: {len(text)} characters; expected more than {shape.context}, one sequence")
     tokens = np.searchsorted(np.array(characters), np.array(list(text)))
     digest = hashlib.sha256(text.encode()).hexdigest()
     run = {"seed": options.seed, "batch": options.batch, "text": digest[:16], **dataclasses.asdict(shape)}
@@ -498,9 +498,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=48, help="sequences a step, of all ranks together")
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="write checkpoints and final.json here; resume from here"
-    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="write checkpoints and final.json here; resume from here")
     parser.add_argument("--checkpoint-every", type=int, default=20, metavar="N", help="steps between checkpoints")
     parser.add_argument("--text", type=Path, default=Path(__file__).with_name("text.txt"), metavar="FILE")
     parser.add_argument("--seed", type=int, default=1)

@@ -38,7 +38,11 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case RanksHung():
             return Diagnosis(Cause.HANG, fault.because, ranks=fault.ranks)
         case FaultObserved():
-            return _of_observations(fault.observations, fault.more)
+            diagnosis = _of_observations(fault.observations, fault.more)
+            if diagnosis.cause is Cause.NETWORK and fault.silent:
+                nodes = tuple(node for node, _ in fault.silent)
+                return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer; {diagnosis.because}", nodes=nodes)
+            return diagnosis
 
 
 def is_root(observation: Observation) -> bool:

@@ -156,6 +156,8 @@ class FaultObserved:
     more: int
     opened_at: datetime
     """When the first of them reached the watcher."""
+    silent: tuple[tuple[str, timedelta], ...] = ()
+    """Nodes that did not answer at that moment, and for how long: not lost yet, but suspects where nobody else is."""
     kind: Literal["FaultObserved"] = "FaultObserved"
 
 

@@ -213,6 +213,10 @@ def resubmit(
 
 def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     diagnosis = diagnose(job, fault)
+    if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved):
+        known = set(job.lost_names)
+        silent = tuple(LostNode(node, now - age, "no answer") for node, age in fault.silent if node not in known)
+        job = replace(job, lost=(*job.lost, *silent))
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step
         job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)

@@ -17,9 +17,7 @@ def assert_invariants(backend: SimulatedBackend, *, all_ended: bool = False) -> 
     """Fail with every violation. With `all_ended`, also when a rank is alive still."""
     found = violations(backend.calls, backend.orders, backend.lives)
     if all_ended:
-        found += tuple(
-            f"rank {rank} of {token} on {node} is alive at the end" for token, node, rank in alive(backend.lives)
-        )
+        found += tuple(f"rank {rank} of {token} on {node} is alive at the end" for token, node, rank in alive(backend.lives))
     assert not found, "\n".join(found)
 
 
@@ -70,9 +68,7 @@ def started_twice(lives: Iterable[Life]) -> tuple[str, ...]:
         if life.kind == "started":
             before = where.get((life.token, life.rank))
             if before is not None:
-                found.append(
-                    f"rank {life.rank} of {life.token} started on {life.node} and had started on {before} before"
-                )
+                found.append(f"rank {life.rank} of {life.token} started on {life.node} and had started on {before} before")
             where[life.token, life.rank] = life.node
     return _once(found)
 

@@ -58,9 +58,7 @@ class Launch:
                 "RELAUNCH_GENERATION": str(self.generation),
             }
             with open(self.folder / f"log-{rank}", "wb") as log:
-                self.ranks[rank] = subprocess.Popen(
-                    [sys.executable, str(SCRIPT), *self.flags], env=environment, stdout=log, stderr=log
-                )
+                self.ranks[rank] = subprocess.Popen([sys.executable, str(SCRIPT), *self.flags], env=environment, stdout=log, stderr=log)
         return self
 
     def log(self, rank: int) -> str:
@@ -98,9 +96,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         one.kill()
 
 
-def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(
-    tmp_path: Path, launch: Callable[..., Launch]
-) -> None:
+def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(tmp_path: Path, launch: Callable[..., Launch]) -> None:
     calm, harried = tmp_path / "calm", tmp_path / "harried"
     undisturbed = launch("a", 4, *QUICK, "--checkpoint", str(calm)).start()
     assert undisturbed.wait() == {0: 0, 1: 0, 2: 0, 3: 0}
@@ -125,9 +121,7 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(
     assert json.loads((calm / "final.json").read_text())["loss"] < 3.3  # it learns: an even guess is ln 67 = 4.2
 
 
-def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(
-    tmp_path: Path, launch: Callable[..., Launch]
-) -> None:
+def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(tmp_path: Path, launch: Callable[..., Launch]) -> None:
     folder = tmp_path / "checkpoints"
     assert launch("first", 1, *QUICK, "--checkpoint", str(folder)).start().wait() == {0: 0}
     expected = (folder / "final.json").read_bytes()
@@ -141,9 +135,7 @@ def test_a_torn_and_a_corrupt_checkpoint_are_skipped_with_a_sentence(
     again = launch("again", 1, *QUICK, "--checkpoint", str(folder)).start()
     assert again.wait() == {0: 0}
     for spoilt in (newest, second):
-        assert f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its content" in again.log(
-            0
-        )
+        assert f"checkpoint {spoilt} cannot be read and is skipped: its digest does not match its content" in again.log(0)
     assert "going on after step 50" in again.log(0)
     assert expected == (folder / "final.json").read_bytes()
     assert third.exists()
@@ -219,8 +211,6 @@ def test_the_ranks_shares_add_up_to_the_gradient_of_the_whole_batch() -> None:
     text = np.random.default_rng(1).integers(0, 11, size=100)
     batch = train_lm.sequences_of(text, seed=1, step=5, batch=6, context=7)
     loss, whole = train_lm.loss_and_gradient(shape, flat, batch, 42)
-    shares = [
-        train_lm.loss_and_gradient(shape, flat, batch[part], 42) for part in (slice(0, 1), slice(1, 6), slice(6, 6))
-    ]
+    shares = [train_lm.loss_and_gradient(shape, flat, batch[part], 42) for part in (slice(0, 1), slice(1, 6), slice(6, 6))]
     assert sum(share[0] for share in shares) == pytest.approx(loss)
     np.testing.assert_allclose(np.sum([share[1] for share in shares], axis=0), whole, rtol=1e-9, atol=1e-12)

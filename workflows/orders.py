@@ -19,10 +19,10 @@ with workflow.unsafe.imports_passed_through():
         LaunchRanksInput,
         LaunchRanksOutput,
         PreparedNode,
-        StopRanksInput,
         gang_of,
     )
     from activities.records import ArchiveIncidentsInput, RecordActivities
+    from activities.stopping import StopRanksInput
     from activities.watch import WatchActivities, WatchRanksInput, WatchReport, beat_interval
     from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, RanksStopped
     from recovery.fencing import fences
@@ -178,6 +178,7 @@ async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], sum
             unheard_for=tuple((lost.node, workflow.now() - lost.last_heard_at) for lost in job.lost),
             fences=fences(job),
             once=once,
+            witnesses=job.maybe_alive,
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=BEAT,

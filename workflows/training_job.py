@@ -222,7 +222,9 @@ class TrainingJob:
             self._inbox.append(NodesMissing(answer.because, answer.hopeless))
             if answer.hopeless:
                 return ()
-            answer = await orders.acquire(self._job, decision, excluded, wait=True)
+            # There is no other: a node that was only lost is as good as any once it answers again, for its old ranks are stopped first.
+            avoided = tuple(avoided.node for avoided in self._job.avoided)
+            answer = await orders.acquire(self._job, decision, avoided, wait=True)
         if answer.holding:
             self._inbox.append(RanksFound(answer.holding))
             await workflow.wait_condition(lambda: set(answer.holding) <= set(self._job.maybe_alive))

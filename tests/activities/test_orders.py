@@ -11,9 +11,10 @@ import pytest
 from temporalio.exceptions import ApplicationError
 
 import recovery.fencing
-from activities.job import LAUNCH_ATTEMPTS, AcquireNodesInput, AcquireNodesOutput, LaunchRanksOutput, StopRanksInput, StopRanksOutput
+from activities.job import LAUNCH_ATTEMPTS, AcquireNodesInput, AcquireNodesOutput, LaunchRanksOutput
 from activities.logs import LogActivities
 from activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
+from activities.stopping import StopRanksInput, StopRanksOutput
 from backends.simulated import Fault, Lingers, Prints, Refuse, Script
 from recovery.model import Incident, Slot
 from recovery.policy import Cause

@@ -10,6 +10,7 @@ import pytest
 from recovery.events import (
     CancelRequested,
     DeadlinePassed,
+    FaultObserved,
     Launched,
     LaunchFailed,
     LaunchRefused,
@@ -98,7 +99,7 @@ def test_a_fault_that_is_not_the_jobs_own_spends_nothing() -> None:
 
 
 def test_exit_code_93_is_never_restarted() -> None:
-    job, decision = step(running(), fault(running(), exited(0, code=93)))
+    _, decision = step(running(), fault(running(), exited(0, code=93)))
     assert isinstance(decision, Stop) and decision.exit_code == 93
 
 
@@ -162,6 +163,16 @@ def test_s2_8_a_node_that_comes_back_goes_on_and_spends_nothing() -> None:
     assert isinstance(decision, Wait)
     assert (job.phase, job.lost, job.restarts_spent, job.generation) == (Phase.RUNNING, (), 0, 1)
     assert "came back by itself" in (job.incidents[0].outcome or "")
+
+
+def test_when_ranks_only_lost_connections_a_silent_node_is_the_suspect() -> None:
+    echo = exited(0, "n1", code=1, log_tail=("ConnectionResetError: [Errno 104] Connection reset by peer",))
+    job = running()
+    event = FaultObserved(1, (echo,), 0, T0, silent=(("n2", timedelta(seconds=20)),))
+    job, decision = step(job, event, at(100))
+    assert isinstance(decision, Relaunch)
+    assert (decision.cause, decision.without, decision.spent) == (Cause.NODE_LOST, ("n2",), False)
+    assert [("n2", at(80))] == [(lost.node, lost.last_heard_at) for lost in job.lost], "it is fenced before anything starts elsewhere"
 
 
 def test_with_every_node_lost_nothing_can_be_proven_so_nothing_is_launched() -> None:

@@ -61,5 +61,5 @@ def test_a_step_that_goes_back_is_no_advance() -> None:
 
 
 def test_the_rate_counts_steps_not_reports() -> None:
-    assert 5.0 == rate(stepping(10, 2.0, by=10))
+    assert rate(stepping(10, 2.0, by=10)) == 5.0
     assert rate(Pace(T0, expected=True)) is None
