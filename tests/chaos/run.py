@@ -1,0 +1,86 @@
+"""Plays rounds in a world, checks each, and keeps what explains a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import time
+import traceback
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from temporalio.service import RPCError
+
+from settings import Mistake
+from tests.chaos.checks import violations
+from tests.chaos.rounds import Round
+from tests.chaos.world import World
+
+Cell = tuple[str, str]
+LONGEST_ROUND = 240.0
+"""Seconds. A round has at most three waits of a minute; one that takes longer hangs."""
+
+
+@dataclass
+class Tally:
+    passed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
+    failed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
+    reports: list[str] = field(default_factory=list)
+
+
+async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
+    """Play one round and check it; say in `tally` what came of it."""
+    phase, victim = cell
+    round = Round(world, phase, victim, random.Random(seed))
+    found: list[str] = []
+    try:
+        async with asyncio.timeout(LONGEST_ROUND):
+            expected = await round.play()
+            found = await violations(round.job, expected)
+    except (AssertionError, TimeoutError) as error:
+        found = [str(error) or f"it took longer than {LONGEST_ROUND:g} s: {traceback.format_exc()}"]
+    if not found:
+        tally.passed[cell] += 1
+    else:
+        tally.failed[cell] += 1
+        kept = await keep(world, round, found, seed)
+        name = round.job.name if hasattr(round, "job") else "-"
+        tally.reports.append(f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}")
+        print(f"FAILED {tally.reports[-1]}", flush=True)
+    if hasattr(round, "job"):
+        await world.tidy(round.job)
+    return not found
+
+
+async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
+    """Copy what explains a failure, before the world is tidied."""
+    folder = world.folder.parent / "failures" / f"{round.phase}-{round.victim.replace(' ', '-')}-{seed}"
+    folder.mkdir(parents=True)
+    (folder / "round.txt").write_text("\n".join((*round.log, "", *found)) + "\n")
+    for name in ("worker.log", "server.log"):
+        shutil.copy(world.folder / name, folder / name)
+    if not hasattr(round, "job"):
+        return folder
+    if round.job.folder.exists():
+        shutil.copytree(round.job.folder, folder / "job")
+    for name in world.names:
+        shutil.copytree(world.node(name), folder / name, ignore=lambda where, names: [n for n in names if n in ("sock", "orders")])
+    try:
+        async with asyncio.timeout(10):
+            history = await world.client.get_workflow_handle(f"job/{round.job.name}").fetch_history()
+            (folder / "history.json").write_text(history.to_json())
+    except (TimeoutError, RPCError, Mistake) as error:
+        (folder / "history.txt").write_text(f"it cannot be read: {error!r}")
+    return folder
+
+
+async def work(number: int, folder: Path, queue: list[tuple[Cell, int]], tally: Tally, until: float) -> None:
+    """One world that plays rounds until none is left."""
+    async with World(folder / f"world-{number}", number) as world:
+        while queue and time.monotonic() < until:
+            cell, seed = queue.pop(0)
+            begun = time.monotonic()
+            ok = await play(world, cell, seed, tally)
+            print(f"{'ok    ' if ok else 'FAILED'} {cell[0]} × {cell[1]}  {time.monotonic() - begun:.1f} s, {len(queue)} left", flush=True)

@@ -1,0 +1,395 @@
+"""A world of its own to do harm in: the real server on its SQLite file, worker.py as a process, and nodes on this machine.
+
+Everything in it is killed when it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from backends.local import heal, reboot
+from connection import connect, ensure_namespace, process_started
+from console import jobs
+from console.jobs import Look
+from console.service import HOST, SERVER_OPTIONS, choose_port, find_server
+from console.submission import GENERATION, PHASE, submit
+from recovery.model import Incident, JobState
+from recovery.policy import Policy, resolve
+from recovery.spec import JobSpec
+from settings import Mistake
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK_PROGRAM = Path(__file__).with_name("rank.py")
+FLEET = "chaos"
+QUEUE = "relaunch"
+PATIENCE = 60.0
+"""Seconds until a wait gives up: three times the longest fence, because the machine may be busy with other worlds."""
+POLL = 0.05
+
+TIMES = {
+    "heartbeat": "0.5s",
+    "lease": "3s",
+    "lost_after": "2s",
+    "fence_after": "1.5s",
+    "stop_grace": "1s",
+    "exit_barrier": "30s",
+    "answer_within": "60s",
+}
+"""Seconds instead of minutes, in the relations of the default policy: a controller that is killed is away for longer than a lease."""
+HANG_AFTER = "8s"
+"""Longer than a lost node needs to be noticed (a broken watch, then `lost_after`): a loss is not to be taken for a hang."""
+
+Found = TypeVar("Found")
+
+
+class Unmet(AssertionError):
+    """Something did not happen in time, or should not have happened."""
+
+
+async def eventually(what: Callable[[], Awaitable[Found | None]], why: str, patience: float = PATIENCE, pause: float = POLL) -> Found:
+    """Poll until there is something that is neither None nor False. A server or a worker that is away at the moment is asked again."""
+    deadline = time.monotonic() + patience
+    seen: object = None
+    while True:
+        try:
+            found = await what()
+        except (RPCError, Mistake) as error:
+            seen = error
+        else:
+            if found is not None and found is not False:
+                return found
+            seen = found
+        if time.monotonic() > deadline:
+            raise Unmet(f"{why} (last seen: {seen})")
+        await asyncio.sleep(pause)
+
+
+class Process:
+    """A child that the world kills and starts as it likes; its output goes to a file."""
+
+    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+        self.name, self._command, self._environment, self.log = name, command, environment, log
+        self.running: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.running is not None, f"the {self.name} was never started"
+        return self.running.pid
+
+    async def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.running = await asyncio.create_subprocess_exec(
+                *self._command, env=self._environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    async def end(self, number: signal.Signals = signal.SIGKILL) -> int | None:
+        """Send a signal and wait for the end; return the exit code."""
+        if self.running is None:
+            return None
+        if self.running.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.running.send_signal(number)
+        return await self.running.wait()
+
+
+@dataclass
+class Job:
+    """One job in a world, and the folder its ranks share."""
+
+    world: World
+    name: str
+    folder: Path
+    run_id: str
+
+    async def look(self) -> Look:
+        return await jobs.look(self.world.client, self.name)
+
+    async def state(self) -> JobState:
+        async def asked() -> JobState | None:
+            return (await self.look()).state
+
+        return await eventually(asked, f"nobody tells the state of {self.name}")
+
+    async def phase(self) -> tuple[str, int]:
+        """Phase and generation as everybody can see them, with no worker alive."""
+        described = await jobs.describe(self.world.client, self.name)
+        attributes = described.typed_search_attributes
+        return str(attributes.get(PHASE)), int(attributes.get(GENERATION) or 0)
+
+    async def until_phase(self, *phases: str, generation: int | None = None, patience: float = PATIENCE) -> tuple[str, int]:
+        async def reached() -> tuple[str, int] | None:
+            phase, now = await self.phase()
+            return (phase, now) if phase in phases and (generation is None or now >= generation) else None
+
+        try:
+            return await eventually(reached, "", patience)
+        except Unmet:
+            raise Unmet(f"{self.name} is not {' or '.join(phases)} in generation {generation} but {await self._described()}") from None
+
+    async def _described(self) -> str:
+        with contextlib.suppress(RPCError, Mistake):
+            now = await self.look()
+            return f"{now.phase} because {now.state.because if now.state else now.memo.get('because')!r}"
+        return "nobody can be asked"
+
+    async def until_steps(self, more: int = 3, patience: float = PATIENCE) -> None:
+        """Wait until training has advanced by so many steps from now."""
+        before = self.step() or 0
+
+        async def advanced() -> bool:
+            return (self.step() or 0) >= before + more
+
+        await eventually(advanced, f"{self.name} does not advance from step {before}", patience)
+
+    async def until_watched(self) -> None:
+        """Wait until leases are renewed: before its first renewal a node stops its ranks without asking anybody."""
+        before, seen = self.step() or 0, set[int]()
+
+        async def renewed() -> bool:
+            watch = (await self.look()).watch
+            if watch is not None and watch.step is not None and watch.step > before:
+                seen.add(watch.step)
+            # A renewal follows each beat that the server has acknowledged: at the third one the first has arrived.
+            return len(seen) >= 3
+
+        await eventually(renewed, f"nobody watches {self.name}")
+
+    def step(self) -> int | None:
+        try:
+            return int((self.folder / "checkpoint").read_text())
+        except FileNotFoundError:
+            return None
+
+    async def incidents(self) -> list[Incident]:
+        found, missing = await jobs.incidents(self.world.client, QUEUE, await self.look())
+        assert missing is None, missing
+        return found
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        try:
+            text = (self.folder / name).read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines()]
+
+    def starts(self) -> list[dict[str, Any]]:
+        return self.lines("starts")
+
+    def rank_pids(self, node: str | None = None) -> list[int]:
+        """Living ranks, of whatever generation."""
+        carrying = f"RELAUNCH_TOKEN={self.world.client.namespace}/{self.name}/".encode()
+        at = None if node is None else b"RELAUNCH_NODE_STATE=" + os.fsencode(self.world.node(node).resolve())
+        return [
+            pid for pid, variables in environments() if any(v.startswith(carrying) for v in variables) and (at is None or at in variables)
+        ]
+
+    def on(self, node: str) -> Path:
+        """What a node keeps of this job."""
+        key = hashlib.sha256(f"{self.world.client.namespace}/{self.name}".encode()).hexdigest()[:16]
+        return self.world.node(node) / "jobs" / key
+
+    def highest(self, node: str, what: str) -> int | None:
+        """The highest generation that a node has `prepared` or `stopped`."""
+        try:
+            known = json.loads((self.on(node) / "highest.json").read_text())[what]
+        except FileNotFoundError:
+            return None
+        return int(known[1]) if known else None
+
+    def generation_folder(self, node: str) -> Path | None:
+        """The newest generation that a node knows of this job."""
+        folders = [path for path in self.on(node).glob("*-*") if path.is_dir()]
+        return max(folders, key=lambda path: tuple(int(part) for part in path.name.split("-")), default=None)
+
+    def agent_pid(self, node: str, who: str) -> int | None:
+        """The living `keeper` or `supervisor` of the newest generation on a node."""
+        folder = self.generation_folder(node)
+        try:
+            known = json.loads((folder / f"{who}.json").read_text()) if folder else None
+        except FileNotFoundError:
+            return None
+        return known["pid"] if known and process_started(known["pid"]) == known["started"] else None
+
+    def let_end(self) -> None:
+        (self.folder / "stop").touch()
+
+    async def signal(self, name: str, message: Mapping[str, Any] | None = None) -> None:
+        async def sent() -> bool:
+            await jobs.handle_of(self.world.client, self.name).signal(name, message or {})
+            return True
+
+        await eventually(sent, f"{name} cannot be sent")
+
+
+@dataclass
+class World:
+    folder: Path
+    number: int = 0
+    """Worlds side by side have addresses of their own."""
+    nodes: int = 2
+    spares: int = 2
+    python: str = sys.executable
+    server: Process = field(init=False)
+    worker: Process = field(init=False)
+    client: Client = field(init=False)
+    made: list[Job] = field(default_factory=list)
+
+    async def __aenter__(self) -> World:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state, fleet = self.folder / "state", self.folder / "chaos.yaml"
+        state.mkdir(mode=0o700)
+        named = [
+            f"  - {{name: {name}, address: {self.address(name)}, spare: {str(i >= self.nodes).lower()}}}"
+            for i, name in enumerate(self.names)
+        ]
+        fleet.write_text("\n".join((f"name: {FLEET}", "backend: local", "nodes:", *named)) + "\n")
+        for name in self.names:
+            self.node(name).mkdir(parents=True, mode=0o700)
+        port, ui = choose_port("server", 0), choose_port("ui", 0)
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))},
+            "TEMPORAL_ADDRESS": f"{HOST}:{port}",
+            "RELAUNCH_STATE": str(state),
+            "RELAUNCH_FLEETS": str(fleet),
+            "RELAUNCH_ANSWER_WITHIN": "1",  # unloaded 0.01; the machine is shared by several worlds
+        }
+        ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
+        options = [word for pair in SERVER_OPTIONS for word in pair]
+        command = [
+            str(find_server()),
+            "server",
+            "start-dev",
+            *ports,
+            "--db-filename",
+            str(self.folder / "temporal.db"),
+            "--log-level",
+            "error",
+            *options,
+        ]
+        self.server = Process("server", command, self.environment, self.folder / "server.log")
+        self.worker = Process("worker", [sys.executable, str(ROOT / "worker.py")], self.environment, self.folder / "worker.log")
+        await self.server.start()
+        try:
+
+            async def connected() -> Client:
+                client = await connect(state, f"{HOST}:{port}")
+                await ensure_namespace(client)
+                return client
+
+            self.client = await eventually(connected, "the server does not come up")
+            await self.worker.start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.worker.end()
+        for name in self.names:
+            heal(self.node(name))
+            reboot(self.node(name))
+        await self.server.end()
+
+    @property
+    def names(self) -> list[str]:
+        return [f"n{number}" for number in range(1, self.nodes + self.spares + 1)]
+
+    def address(self, name: str) -> str:
+        return f"127.{80 + self.number}.0.{name[1:]}"
+
+    def node(self, name: str) -> Path:
+        """A node's state folder."""
+        return self.folder / "state" / "nodes" / name
+
+    def sessions(self, name: str) -> list[int]:
+        """The agent session of the worker on a node."""
+        wanted = b"RELAUNCH_AGENT_STATE=" + os.fsencode(self.node(name).resolve())
+        worker = self.worker.pid
+        return [pid for pid, variables in environments() if wanted in variables and parent(pid) == worker]
+
+    async def submit(
+        self,
+        *,
+        name: str | None = None,
+        nodes: int = 2,
+        nproc: int = 1,
+        policy: Policy | None = None,
+        rank: Iterable[str] = (),
+        **spec: Any,
+    ) -> Job:
+        name = name or f"j{uuid.uuid4().hex[:8]}"
+        folder = self.folder / "jobs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [self.python, "-S", str(RANK_PROGRAM), str(folder), *rank]
+        given = {
+            "name": name,
+            "command": command,
+            "nodes": nodes,
+            "nproc_per_node": nproc,
+            "fleet": FLEET,
+            **spec,
+        }  # `spec` may have another command
+        handle = await submit(self.client, QUEUE, JobSpec.model_validate(given), policy or chaos_policy())
+        job = Job(self, name, folder, handle.first_execution_run_id or "")
+        self.made.append(job)
+        return job
+
+    async def tidy(self, job: Job) -> None:
+        """Make the nodes as good as new, whatever became of the job."""
+        for name in self.names:
+            heal(self.node(name))
+        for process in (self.server, self.worker):
+            if process.running is None or process.running.returncode is not None:
+                await process.start()
+
+        async def closed() -> bool:
+            described = await jobs.describe(self.client, job.name)
+            if described.close_time is None:
+                await jobs.handle_of(self.client, job.name).terminate("its round is over")
+            return described.close_time is not None
+
+        await eventually(closed, f"{job.name} cannot be closed")
+        for name in self.names:
+            reboot(self.node(name))
+            for what in ("jobs", "failpoints"):
+                shutil.rmtree(self.node(name) / what, ignore_errors=True)
+
+
+def chaos_policy(times: Mapping[str, str] | None = None, **changes: Any) -> Policy:
+    return resolve({"hang": {"after": HANG_AFTER, "first_step": "30s"}, **changes, "timeouts": {**TIMES, **(times or {})}})
+
+
+def environments() -> list[tuple[int, list[bytes]]]:
+    """Living processes that we may look into, with their variables."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                variables = Path("/proc", entry, "environ").read_bytes().split(b"\0")
+                if process_started(int(entry)) is not None:
+                    found.append((int(entry), variables))
+    return found
+
+
+def parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

@@ -1,0 +1,168 @@
+"""The controller goes, by itself, by force or by an upgrade: training goes on, and nothing of that is spent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from backends.local import cut, heal
+from tests.chaos.checks import violations
+from tests.chaos.rounds import KILLED, NOTHING, Expected
+from tests.chaos.world import ROOT, Job, Process, World, chaos_policy, environments
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+LONG = 6.0
+"""Seconds: longer than lease and `fence_after` together, and than a step may take before it counts as hung."""
+IMPATIENT = chaos_policy(hang={"after": "4s", "first_step": "30s"})
+
+
+async def finish(job: Job, expected: Expected | None = None) -> None:
+    await job.until_steps()
+    job.let_end()
+    await job.until_phase("SUCCEEDED")
+    assert await violations(job, expected or Expected((NOTHING,))) == []
+    await job.world.tidy(job)
+
+
+async def trained(job: Job) -> None:
+    await job.until_phase("RUNNING")
+    await job.until_watched()
+
+
+async def test_a_worker_that_is_asked_to_end_hands_over_and_nothing_is_relaunched(world: World) -> None:
+    job = await world.submit()
+    await trained(job)
+    began = time.monotonic()
+    assert await world.worker.end(signal.SIGTERM) == 0
+    assert time.monotonic() - began < 10
+    pids = job.rank_pids()
+    await world.worker.start()
+    # Somebody renews leases again: without it the ranks would ask their peers, and a fault would be seen by nobody.
+    await job.until_watched()
+    assert job.rank_pids() == pids
+    await finish(job)
+
+
+async def test_S2_4_ranks_outlive_a_controller_that_is_away_for_longer_than_lease_and_hang_limit(world: World) -> None:
+    gang = await world.submit(nodes=2, policy=IMPATIENT)
+    single = await world.submit(nodes=1, policy=IMPATIENT)
+    await trained(gang)
+    await trained(single)
+    await world.worker.end()
+    steps = gang.step(), single.step()
+    await asyncio.sleep(LONG)
+    for job, before in zip((gang, single), steps, strict=True):
+        assert (job.step() or 0) > (before or 0) + 25, f"{job.name} did not train while the controller was away"
+    await world.worker.start()
+    await gang.until_watched()
+    await single.until_watched()
+    single.let_end()
+    await single.until_phase("SUCCEEDED")
+    assert await violations(single, Expected((NOTHING,))) == []
+    await finish(gang)
+
+
+async def test_S2_4_a_server_that_is_away_for_longer_than_lease_and_hang_limit_costs_nothing(world: World) -> None:
+    job = await world.submit(policy=IMPATIENT)
+    await trained(job)
+    await world.server.end()
+    await asyncio.sleep(LONG)
+    await world.server.start()
+    await job.until_watched()
+    await finish(job)
+
+
+async def test_S2_7_S2_8_a_lost_node_is_not_failed_and_goes_on_when_it_is_heard_again(world: World) -> None:
+    job = await world.submit(nodes=1)
+    await trained(job)
+    pids = job.rank_pids()
+    cut(world.node("n1"))
+    await job.until_phase("NODE_LOST")
+    before = job.step() or 0
+    await asyncio.sleep(3.0)  # beyond lease and fence, with the time it took to notice: a job on one node never fences
+    assert (job.step() or 0) > before + 20
+    heal(world.node("n1"))
+    await job.until_phase("RUNNING")
+    assert job.rank_pids() == pids
+    (incident,) = await job.incidents()
+    assert str(incident.cause) == "NODE_LOST"
+    assert incident.outcome is not None and "came back by itself" in incident.outcome
+    await finish(job)
+
+
+async def test_S2_7_a_job_on_one_node_asks_a_person_in_the_end_and_needs_none_when_the_node_returns(world: World) -> None:
+    job = await world.submit(nodes=1, policy=chaos_policy({"ask_after": "2s"}))
+    await trained(job)
+    cut(world.node("n1"))
+    await job.until_phase("WAITING_FOR_PERSON")
+    heal(world.node("n1"))
+    await job.until_phase("RUNNING")
+    await finish(job)
+
+
+async def test_S2_5_what_a_node_knows_of_its_ranks_is_written_before_they_start_and_is_true(world: World) -> None:
+    job = await world.submit()
+    await trained(job)
+    for node in ("n1", "n2"):
+        folder = job.generation_folder(node)
+        assert folder is not None
+        keeper = job.agent_pid(node, "keeper")
+        assert keeper is not None
+        assert f'"pid": {keeper}' in (folder / "keeper.json").read_text() or f'"pid":{keeper}' in (folder / "keeper.json").read_text()
+        assert "boot_id" in (folder / "keeper.json").read_text()
+        assert str(job.rank_pids(node)[0]) in (folder / "started.json").read_text()
+    await finish(job)
+
+
+async def test_a_new_worker_with_another_agent_watches_old_supervisors_and_launches_by_the_new_one(world: World, tmp_path: Path) -> None:
+    job = await world.submit()
+    await trained(job)
+    pids = job.rank_pids()
+    checkout = tmp_path / "upgraded"
+    checkout.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, checkout)
+    for name in ("activities", "agent", "backends", "console", "recovery", "workflows"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (checkout / "agent" / "__init__.py").open("a") as file:
+        file.write('\nUPGRADED = "another agent"\n')
+    (agent,) = agents(world)
+    old, world.worker = (
+        world.worker,
+        Process("worker", [sys.executable, str(checkout / "worker.py")], world.environment, world.folder / "upgraded.log"),
+    )
+    assert await old.end(signal.SIGTERM) == 0
+    await world.worker.start()
+    try:
+        await job.until_watched()
+        (new,) = set(agents(world)) - {agent}
+        assert job.rank_pids() == pids
+        assert programs(job, "n1") == {agent}
+        os.kill(pids[0], signal.SIGKILL)
+        await job.until_phase("RUNNING", generation=2)
+        await job.until_steps()
+        assert programs(job, "n1") == {new}
+        await finish(job, Expected((KILLED,)))
+    finally:
+        await world.worker.end()
+        world.worker = old
+        await world.worker.start()
+
+
+def agents(world: World) -> list[str]:
+    return sorted(path.name for path in (world.folder / "state" / "agent").glob("*.pyz"))
+
+
+def programs(job: Job, node: str) -> set[str]:
+    """Which agent the keeper and the supervisor of a node's newest generation run."""
+    pids = {job.agent_pid(node, "keeper"), job.agent_pid(node, "supervisor")} - {None}
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid, _ in environments() if pid in pids}
+    return {Path(os.fsdecode(word)).name for words in lines.values() for word in words if word.endswith(b".pyz")}

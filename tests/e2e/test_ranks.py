@@ -1,0 +1,154 @@
+"""What ranks find and leave: their environment, their logs, their errors, and how late they may be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from backends.local import cut, heal
+from tests.chaos.world import ROOT, Job, World, chaos_policy, eventually
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+
+async def trained(job: Job, generation: int) -> None:
+    await job.until_phase("RUNNING", generation=generation)
+    await job.until_steps()
+
+
+async def finish(job: Job) -> None:
+    job.let_end()
+    await job.until_phase("SUCCEEDED")
+    await job.world.tidy(job)
+
+
+def environment(job: Job, generation: int, rank: int) -> dict[str, str]:
+    return dict(json.loads((job.folder / "env" / f"{generation}.{rank}.json").read_text()))
+
+
+async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_environment(world: World) -> None:
+    folder = world.folder / "jobs" / "variables" / "env"
+    folder.mkdir(parents=True)
+    job = await world.submit(name="variables", nproc=2, env={"MINE": "1"}, policy=chaos_policy(max_restarts=5))
+    await trained(job, 1)
+    os.kill(job.rank_pids("n2")[0], signal.SIGKILL)
+    await trained(job, 2)
+    await job.until_watched()
+    cut(world.node("n2"), freeze_ranks=True)
+    await trained(job, 3)
+    heal(world.node("n2"))
+    token = job.starts()[0]["token"].rpartition("/")[0]
+    submission = token.rpartition("/")[2]
+    # The node of group rank 1, and how often that place was filled and started, by generation.
+    second = {1: ("n2", 1, 1), 2: ("n2", 1, 2), 3: ("n3", 2, 1)}
+    for generation in (1, 2, 3):
+        ports = set()
+        for rank in range(4):
+            group, local = divmod(rank, 2)
+            node, scheduled, started = second[generation] if group else ("n1", 1, generation)
+            found = environment(job, generation, rank)
+            state = world.node(node)
+            generation_folder = f"{submission}-{generation}"
+            ports.add(found["MASTER_PORT"])
+            expected = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": str(group),
+                "GROUP_WORLD_SIZE": "2",
+                "ROLE_RANK": str(rank),
+                "ROLE_NAME": "default",
+                "ROLE_WORLD_SIZE": "4",
+                "MASTER_ADDR": world.address("n1"),
+                "TORCHELASTIC_RESTART_COUNT": str(generation - 1),
+                "TORCHELASTIC_MAX_RESTARTS": "5",
+                "TORCHELASTIC_RUN_ID": f"variables-{submission}",
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+                "MA_SCHEDULE_CNT": str(scheduled),
+                "MA_PROC_START_CNT": str(started),
+                "RELAUNCH_JOB": "variables",
+                "RELAUNCH_GENERATION": str(generation),
+                "RELAUNCH_TOKEN": f"{token}/{generation}",
+                "RELAUNCH_NODE": node,
+                "RELAUNCH_NODE_STATE": str(state.resolve()),
+                "OMP_NUM_THREADS": "1",
+                "MINE": "1",
+            }
+            assert {name: found.get(name) for name in expected} == expected, f"rank {rank} of generation {generation}"
+            assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"{generation_folder}/errors/rank_{rank}.json")
+            assert found["RELAUNCH_PROGRESS_FILE"].endswith(f"{generation_folder}/progress/rank_{rank}")
+            strangers = {name for name in found if name.startswith(("RELAUNCH_", "TORCHELASTIC_"))} - set(expected)
+            assert strangers == {"TORCHELASTIC_ERROR_FILE", "RELAUNCH_PROGRESS_FILE"}
+            assert not any(name.startswith("TEMPORAL_") for name in found), "a rank has no business with the server"
+        assert len(ports) == 1
+    assert job.lines("violations") == []
+    await finish(job)
+
+
+async def test_S3_10_each_rank_of_each_generation_has_a_log_of_its_own(world: World) -> None:
+    job = await world.submit()
+    await trained(job, 1)
+    os.kill(job.rank_pids("n1")[0], signal.SIGKILL)
+    await trained(job, 2)
+    for generation in (1, 2):
+        for rank in (0, 1):
+            assert await printed(world, job, generation, rank) == [f"[rank {rank}] rank {rank} of generation {generation} starts"]
+    await finish(job)
+
+
+async def printed(world: World, job: Job, generation: int, rank: int) -> list[str]:
+    words = ("logs", job.name, "--generation", str(generation), "--rank", str(rank))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(ROOT / "starter.py"), *words, env=world.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return [line for line in out.decode().splitlines() if "of generation" in line]
+
+
+async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_and_its_echo_does_not(world: World) -> None:
+    job = await world.submit(nproc=2)
+    await trained(job, 1)
+    (job.folder / "fail.3").write_text("the loss is not a number")
+    await trained(job, 2)
+    (incident,) = await job.incidents()
+    assert str(incident.cause) == "APPLICATION"
+    assert (incident.nodes, incident.ranks) == (("n2",), (3,))
+    assert "rank 3 on n2 exited with code 1: RuntimeError: the loss is not a number" in incident.because
+    assert "RuntimeError: the loss is not a number" in incident.traceback
+    assert "Traceback (most recent call last)" in incident.traceback
+    assert str(incident.certainty) == "certain"
+    state = await job.state()
+    assert [(str(t.cause), t.spent) for t in state.tries] == [("APPLICATION", True)]
+    await finish(job)
+
+
+async def test_S3_5_ranks_that_end_within_the_exit_barrier_have_succeeded(world: World) -> None:
+    job = await world.submit(
+        policy=chaos_policy({"exit_barrier": "20s"}), command=["/bin/sh", "-c", 'if [ "$RANK" = 1 ]; then sleep 3; fi; exit 0']
+    )
+    await job.until_phase("SUCCEEDED")
+    assert await job.incidents() == []
+    await world.tidy(job)
+
+
+async def test_S3_5_a_rank_that_neither_ends_nor_advances_past_the_exit_barrier_counts_as_hung(world: World) -> None:
+    policy = chaos_policy({"exit_barrier": "2s"}, causes={"HANG": [{"strategy": "FAIL"}]})
+    job = await world.submit(policy=policy, command=["/bin/sh", "-c", 'if [ "$RANK" = 1 ]; then exec sleep 600; fi; exit 0'])
+    await job.until_phase("FAILED")
+    (incident,) = await job.incidents()
+    assert str(incident.cause) == "HANG"
+    assert "a rank finished 2 s ago" in incident.because
+
+    async def gone() -> bool:
+        return not job.rank_pids()
+
+    await eventually(gone, "the rank that hung is left")
+    await world.tidy(job)
