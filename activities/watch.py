@@ -113,7 +113,8 @@ class WatchActivities:
         pace = Pace(started_at=input.launched_at, expected=input.progress_expected)
         before = _left_behind(info.heartbeat_details)
         if before is not None and before.generation == input.token.generation:
-            pace = before.pace
+            # What was learned is kept. Where training stands is not known until a node says so, and the time away is no interval.
+            pace = replace(before.pace, step=None, advanced_at=None)
         gang = _Gang(input, pace)
         backend = self._fleets.backend(input.fleet)
         try:
@@ -384,10 +385,13 @@ class _Gang:
     def _fault(self) -> FaultObserved:
         ordered = sorted(self._faults, key=lambda o: (not is_root(o), o.at))
         sent = _within(MOST_WORDS, tuple(ordered[:MOST_OBSERVATIONS]))
+        return FaultObserved(self.generation, sent, len(ordered) - len(sent), min(o.at for o in self._faults), self._silent())
+
+    def _silent(self) -> tuple[tuple[str, timedelta], ...]:
+        """Nodes that have not spoken lately and are not reported lost, and for how long."""
         now = datetime.now(UTC)
         ages = {node: now - view.last_heard for node, view in self._nodes.items() if not view.reported_lost}
-        silent = tuple((node, age) for node, age in ages.items() if age > STALE_AFTER * self.input.timeouts.heartbeat)[:SLOWEST_NAMED]
-        return FaultObserved(self.generation, sent, len(ordered) - len(sent), min(o.at for o in self._faults), silent)
+        return tuple((node, age) for node, age in ages.items() if age > STALE_AFTER * self.input.timeouts.heartbeat)[:SLOWEST_NAMED]
 
     def _all_succeeded(self) -> bool:
         return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
@@ -418,7 +422,7 @@ class _Gang:
             return None
         steps = {rank: value for view in self._nodes.values() for rank, value in view.steps.items() if rank not in view.exited}
         slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:SLOWEST_NAMED]
-        return RanksHung(self.generation, tuple(slowest), because, now)
+        return RanksHung(self.generation, tuple(slowest), because, now, self._silent())
 
     def _late_for_exit(self, now: datetime) -> str | None:
         """The exit barrier: once one rank has finished, the others must finish or advance."""

@@ -185,8 +185,8 @@ def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> 
 def _seen_higher(job: JobState, event: LaunchRefused) -> Decision | None:
     """A node that has obeyed a higher token: after a reset of the workflow our numbers have gone back; go on above it."""
     highest = max((refusal.highest for refusal in event.refusals if refusal.highest), default=None)
-    if highest is None or highest < (job.submission, job.generation):
-        return None
+    if highest is None or highest <= (job.submission, job.generation):
+        return None  # our own number was used up half-way: a fault like others, with tries that are counted
     submission, generation = highest
     if submission > job.submission:
         return Stop(Phase.FAILED, "a later submission of this job has used its nodes", exit_code=1)

@@ -6,6 +6,7 @@ import signal as signals
 
 from recovery.catalog import exit_meaning, is_cascade
 from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, Observation, RankExited, RanksFenced, RanksHung, RanksVanished
+from recovery.fencing import fences
 from recovery.model import Certainty, Diagnosis, JobState
 from recovery.policy import Cause
 
@@ -35,6 +36,10 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
             silent = ", ".join(job.lost_names[:4]) + (f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else "")
             then = fault.because if isinstance(fault, RanksHung) else _first_words(fault.observations)
             return Diagnosis(Cause.NODE_LOST, f"{silent}: no answer ({job.lost[0].because}); then {then}", nodes=job.lost_names)
+        case RanksHung() if fault.silent and fences(job):
+            # A gang that stands still while one of its nodes is silent waits for that node.
+            nodes = tuple(node for node, _ in fault.silent)
+            return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer, and {fault.because}", nodes=nodes)
         case RanksHung():
             return Diagnosis(Cause.HANG, fault.because, ranks=fault.ranks)
         case FaultObserved():

@@ -193,6 +193,8 @@ class RanksHung:
     """The slowest ranks, at most 16."""
     because: str
     opened_at: datetime
+    silent: tuple[tuple[str, timedelta], ...] = ()
+    """As in FaultObserved."""
     kind: Literal["RanksHung"] = "RanksHung"
 
 

@@ -213,7 +213,7 @@ def resubmit(
 
 def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     diagnosis = diagnose(job, fault)
-    if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved):
+    if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
         silent = tuple(LostNode(node, now - age, "no answer") for node, age in fault.silent if node not in known)
         job = replace(job, lost=(*job.lost, *silent))

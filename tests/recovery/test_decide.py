@@ -175,6 +175,26 @@ def test_when_ranks_only_lost_connections_a_silent_node_is_the_suspect() -> None
     assert [("n2", at(80))] == [(lost.node, lost.last_heard_at) for lost in job.lost], "it is fenced before anything starts elsewhere"
 
 
+def test_a_gang_that_stands_still_waits_for_its_silent_node() -> None:
+    silent = (("n2", timedelta(seconds=70)),)
+    job, decision = step(running(), RanksHung(1, (0,), "step 7 has not changed for 61 s", T0, silent=silent), at(100))
+    assert isinstance(decision, Relaunch)
+    assert (decision.cause, decision.without) == (Cause.NODE_LOST, ("n2",))
+    assert job.lost_names == ("n2",)
+
+
+def test_a_launch_that_ends_half_way_again_and_again_is_counted() -> None:
+    job = running()
+    job, _ = step(job, fault(job, KILL))
+    for _ in range(5):
+        refused = LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "it was launched before", (1000, job.generation)),))
+        job, decision = step(job, refused)
+        assert isinstance(decision, Relaunch) and decision.cause == Cause.PLATFORM
+    refused = LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "it was launched before", (1000, job.generation)),))
+    _, decision = step(job, refused)
+    assert isinstance(decision, Ask)
+
+
 def test_with_every_node_lost_nothing_can_be_proven_so_nothing_is_launched() -> None:
     job = running()
     job, decision = play(job, unreachable(job, "n1"), unreachable(job, "n2"), RanksHung(1, (0,), "flat", T0))
