@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.contenders import alive
+from benchmarks.contenders import rank_command
 
 MARK = "BENCH_MARK"
 """In the environment of everything that a contender starts; it is inherited, also by daemons."""
@@ -30,11 +30,16 @@ def marked(mark: str) -> set[int]:
         if not entry.isdigit():
             continue
         try:
-            if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0") and not alive(int(entry)):
+            if wanted in Path("/proc", entry, "environ").read_bytes().split(b"\0") and not is_rank(int(entry)):
                 found.add(int(entry))
         except OSError:
             continue
     return found
+
+
+def is_rank(pid: int) -> bool:
+    """A launcher has the rank's command among its arguments, too; only a rank has it as its own."""
+    return tuple(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:2]) == rank_command()
 
 
 def measure_idle(mark: str, seconds: float) -> Idle:

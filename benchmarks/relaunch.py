@@ -25,13 +25,14 @@ class Relaunch(Contender):
     def __init__(self, state: Path) -> None:
         super().__init__()
         self._state = state
-        self._environment = {**os.environ, "RELAUNCH_STATE": str(state)}
+        self._environment: dict[str, str] = {}
         self._policy = state / "policy.yaml"
         self._jobs = 0
         self._up: subprocess.Popen[bytes] | None = None
 
     def bring_up(self) -> None:
         """Start the service; it is there before anybody types a command, as an operating system is."""
+        self._environment = {**os.environ, "RELAUNCH_STATE": str(self._state)}
         self._state.mkdir(parents=True, exist_ok=True)
         self._policy.write_text(POLICY)
         ports = [str(free_port()), str(free_port())]
