@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 PREFIX = "RELAUNCH_"
 FILE_VARIABLE = "RELAUNCH_SETTINGS"
 DEFAULT_FILE = "relaunch.toml"
+NO_WARM = "RELAUNCH_NO_WARM"
+"""Makes the command line start without the help of a running `up`; for whoever measures or suspects it."""
 OF_RANKS = (
     "RELAUNCH_JOB",
     "RELAUNCH_GENERATION",
@@ -94,7 +96,7 @@ def read_settings(**overrides: Any) -> Settings:
     known = {f"{PREFIX}{name.upper()}": name for name in Settings.model_fields}
     exported = {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX) and value}
     for variable in exported:
-        if variable not in (*known, *OF_RANKS, FILE_VARIABLE):
+        if variable not in (*known, *OF_RANKS, FILE_VARIABLE, NO_WARM):
             raise Mistake(f"{variable} is no setting: one of {', '.join(sorted(known))}")
     typed = {name: value for name, value in overrides.items() if value is not None}
     in_environment = {known[variable]: value for variable, value in exported.items() if variable in known}

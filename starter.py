@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from interpreter import use_project_python
+from warm_client import NO_WARM, forward
 
 if __name__ == "__main__":
+    forward()
     use_project_python()
+    os.environ.pop(NO_WARM, None)
     # Nothing that is imported is ever garbage, and looking for it costs a tenth of the start.
     gc.disable()
 
 import asyncio
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
@@ -85,6 +88,14 @@ def up(
     with lock:
         fleets = fleets or (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
         asyncio.run(service.serve(service.Service(settings.state, chosen, ui, fleets, worker), say, attended))
+
+
+@app.command(hidden=True)
+def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
+    """Run other commands without their start; `up` keeps this."""
+    from console.warm import serve
+
+    serve(state, main)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -147,6 +147,9 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
     command = [str(find_server()), "server", "start-dev", *ports, *database, "--log-level", "error", *options]
     server = Keeper("server", command, environment, service.state / "server.log", say)
     worker = Keeper("worker", [sys.executable, str(ROOT / "worker.py")], environment, service.state / "worker.log", say)
+    waiting = [sys.executable, str(ROOT / "starter.py"), "warm", str(service.state.resolve())]
+    warm = Keeper("warm command line", waiting, environment, service.state / "warm.log", say)
+    warming: asyncio.Task[None] | None = None
     stopping = asyncio.create_task(stop.wait())
     keepers = [asyncio.create_task(server.keep())]
     try:
@@ -159,6 +162,9 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
             if service.worker:
                 keepers.append(asyncio.create_task(worker.keep()))
                 say(f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops both, ranks live on")
+            if not attended:  # nobody types commands for a server that has one job
+                warming = asyncio.create_task(warm.keep())
+                warming.add_done_callback(lambda task: _without(task, say))
             await asyncio.wait({stopping, asyncio.create_task(drain.wait()), *keepers}, return_when=asyncio.FIRST_COMPLETED)
             if drain.is_set() and not stop.is_set():
                 await _jobs_ended(service, stopping)
@@ -170,6 +176,9 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
         for keeper in keepers:
             keeper.cancel()
         ready.cancel()
+        if warming:
+            warming.cancel()
+        await warm.end()
         await worker.end()  # first, so that it can hand its watches back
         await server.end()
 
@@ -227,6 +236,12 @@ class Keeper:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def _without(warming: asyncio.Task[None], say: Callable[[str], None]) -> None:
+    """Commands start more slowly without it, and that is all."""
+    if not warming.cancelled() and (error := warming.exception()) is not None:
+        say(f"{error}; commands start without it")
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = ("workflows", "activities", "recovery", "backends", "agent", "console", "settings", "connection", "interpreter", "worker", "starter")
+OURS = (
+    "workflows",
+    "activities",
+    "recovery",
+    "backends",
+    "agent",
+    "console",
+    "settings",
+    "connection",
+    "interpreter",
+    "warm_client",
+    "worker",
+    "starter",
+)
 PYDANTIC = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
 HEAVY = ("boto3", "botocore", "paramiko", "numpy", "typer", "rich", "yaml", "pydantic_settings")
 
@@ -63,6 +76,7 @@ ALLOWED = [
             "settings",
             "connection",
             "interpreter",
+            "warm_client",
         ),
     ),
 ]

@@ -1,0 +1,221 @@
+"""Commands through the process that `up` keeps ready, against the same commands started cold: one real `up`, real signals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from connection import process_started
+
+ROOT = Path(__file__).parents[2]
+COLD = {"RELAUNCH_NO_WARM": "1"}
+WITHIN = 25.0
+CANCELLED = 130
+
+
+def environment(**more: str) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_"))}
+    return {**ours, **more}
+
+
+def warm_of(up: int) -> int | None:
+    """The process id of the warm process of this `up`."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == up and b"warm" in command:
+            return int(folder.name)
+    return None
+
+
+@dataclass(frozen=True)
+class Place:
+    root: Path
+    """A checkout of its own, so that its files can be touched."""
+    folder: Path
+    up: int
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, str(self.root / "starter.py"), *words]
+
+    def call(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words),
+            cwd=self.folder,
+            env=environment(**more),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=WITHIN,
+        )
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*words), cwd=self.folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def is_warm(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(os.path.relpath(self.folder / ".relaunch" / "cli.sock"))
+            except OSError:
+                return False
+            return True
+
+    def wait_until_warm(self) -> None:
+        deadline = time.monotonic() + WITHIN
+        while not self.is_warm():
+            assert time.monotonic() < deadline, (self.folder / "up.log").read_text()
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    base = tmp_path_factory.mktemp("warm")
+    root, folder = base / "checkout", base / "here"
+    folder.mkdir()
+    shutil.copytree(ROOT, root, ignore=lambda at, names: [n for n in names if n.startswith(".") or n in ("tests", "docs", "__pycache__")])
+    command = [sys.executable, str(root / "starter.py"), "up", "--port", "0", "--ui-port", "0"]
+    with (folder / "up.log").open("wb") as log:
+        up = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=log)
+    try:
+        found = Place(root, folder, up.pid)
+        found.wait_until_warm()
+        yield found
+    finally:
+        up.terminate()
+        up.wait(WITHIN)
+
+
+def submitted(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    while "submitted" not in (line := process.stderr.readline()):
+        assert line, "it ended before the job was submitted"
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("jobs", "--json"), 0),
+        (("show", "nobody"), 2),
+        (("run", "--nodes", "0", "--", "true"), 2),
+        (("run", "--nodes", "x", "--", "true"), 2),
+        (("run", "--", "no-such-program"), 2),
+        (("submit", "missing.yaml"), 2),
+        (("next",), 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_printed_and_the_exit_code_are_those_of_a_cold_start(place: Place, words: tuple[str, ...], code: int) -> None:
+    assert place.is_warm()
+    warm, cold = place.call(*words), place.call(*words, **COLD)
+    assert (warm.returncode, warm.stdout, warm.stderr) == (code, cold.stdout, cold.stderr)
+    assert cold.returncode == code
+
+
+def test_run_exits_as_the_job_does_with_the_environment_and_folder_of_whoever_typed(place: Place) -> None:
+    line = 'test "$MARK" = "a b" && pwd && exit 3'
+    done = place.call("run", "--env", "MARK", "--", "sh", "-c", line, MARK="a b")
+    assert done.returncode == 3, done
+    assert set(done.stdout.splitlines()) == {f"[rank 0] {place.folder}"}
+    warm = warm_of(place.up)
+    assert warm is not None and children_of(warm) == []
+
+
+def test_ctrl_c_cancels_and_a_second_one_leaves_at_once(place: Place) -> None:
+    process = place.start("run", "--", "sleep", "1000")
+    submitted(process)
+    warm = warm_of(place.up)
+    assert warm is not None and len(children_of(warm)) == 1
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=WITHIN)
+    assert (process.returncode, "CANCELLED: cancelled by" in err) == (CANCELLED, True), err
+
+    # It ends late enough for a second one.
+    process = place.start("run", "--", "sh", "-c", "trap '' TERM; echo here; while :; do sleep 1; done")
+    assert process.stdout is not None and process.stderr is not None
+    assert "here" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    while "cancelling job" not in (line := process.stderr.readline()):
+        assert line, "it ended before it said so"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=WITHIN)
+    assert (process.returncode, "leaving; job" in err) == (130, True), err
+
+
+def test_a_command_ends_with_its_client_or_by_its_signal_and_the_job_goes_on(place: Place) -> None:
+    process = place.start("run", "--name", "stays", "--", "sleep", "1000")
+    submitted(process)
+    warm = warm_of(place.up)
+    assert warm is not None
+    (child,) = children_of(warm)
+    process.kill()
+    process.communicate(timeout=WITHIN)
+    deadline = time.monotonic() + WITHIN
+    while process_started(child) is not None:
+        assert time.monotonic() < deadline, "it outlived whoever typed it"
+        time.sleep(0.02)
+
+    follower = place.start("follow", "stays")
+    while not (children := children_of(warm)):
+        assert follower.poll() is None
+        time.sleep(0.01)
+    assert len(children) == 1
+    follower.terminate()
+    follower.communicate(timeout=WITHIN)
+    assert follower.returncode == -signal.SIGTERM
+    assert place.call("cancel", "stays").stdout == "job stays is being cancelled\n"
+
+
+def test_a_kill_of_the_warm_process_ends_no_command_and_up_starts_it_again(place: Place) -> None:
+    process = place.start("run", "--name", "goes-on", "--", "sleep", "1000")
+    submitted(process)
+    warm = warm_of(place.up)
+    assert warm is not None
+    os.kill(warm, signal.SIGKILL)
+    # Nobody listens on the socket that is still there.
+    assert "goes-on" in place.call("jobs").stdout
+    place.wait_until_warm()
+    assert warm_of(place.up) not in (warm, None)
+    assert place.call("cancel", "goes-on").returncode == 0
+    _, err = process.communicate(timeout=WITHIN)
+    assert (process.returncode, "CANCELLED" in err) == (CANCELLED, True), err
+
+
+def test_changed_code_is_what_runs_next(place: Place) -> None:
+    text = (place.root / "console" / "tables.py").read_text()
+    (place.root / "console" / "tables.py").write_text(text.replace('"generation": item.generation', '"generation": "changed"'))
+    assert '"generation": "changed"' in place.call("jobs", "--json").stdout
+    place.wait_until_warm()
+    assert '"generation": "changed"' in place.call("jobs", "--json").stdout
+
+
+def test_a_terminal_is_a_terminal_and_a_settings_file_is_left_to_a_cold_start(place: Place, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    try:
+        subprocess.run(place.command("follow", "stays"), cwd=place.folder, env=environment(TERM="xterm"), stdout=theirs, timeout=WITHIN)
+        assert b"\x1b[" in os.read(ours, 65536)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    (tmp_path / "relaunch.toml").write_text("jobs = 'many'\n")
+    (tmp_path / ".relaunch").symlink_to(place.folder / ".relaunch")
+    done = subprocess.run(place.command("jobs"), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=WITHIN)
+    assert done.returncode == 2 and "settings file relaunch.toml: jobs is 'many'" in done.stderr
