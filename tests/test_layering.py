@@ -63,7 +63,10 @@ ALLOWED = [
     # log_messages: what the command line, which must not load activities, and the activity that reads logs say to each other.
     ("activities", ("activities", "recovery", "backends", "backends.base", "workflows", "workflows.log_messages")),
     ("workflows", ("workflows", "activities", "recovery", "backends", "backends.base")),
-    ("console", ("console", "workflows", "workflows.messages", "workflows.log_messages", "recovery", "settings", "connection")),
+    (
+        "console",
+        ("console", "workflows", "workflows.messages", "workflows.log_messages", "recovery", "settings", "connection", "warm_client"),
+    ),
     (
         "starter",
         (
