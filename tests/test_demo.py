@@ -38,7 +38,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def start(**streams: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "TMPDIR": str(tmp_path), "TERM": "xterm", "COLUMNS": "140", "LINES": "40"}
-        started.append(subprocess.Popen([sys.executable, str(DEMO)], env=environment, start_new_session=True, **streams))
+        # A shell starts background jobs with SIGINT ignored, and whoever inherits that would not see a Ctrl-C.
+        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            started.append(subprocess.Popen([sys.executable, str(DEMO)], env=environment, start_new_session=True, **streams))
+        finally:
+            signal.signal(signal.SIGINT, ignored)
         return started[-1]
 
     yield start
