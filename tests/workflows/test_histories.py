@@ -66,7 +66,9 @@ async def _capture() -> None:
                 job = await one.submit(rules, name=name)
                 await job.result()
                 history = json.loads((await job.history()).to_json())
-                (HISTORIES / f"{name}.json").write_text(json.dumps(history, indent=1) + "\n")
+                # Stack traces name the folder of whoever captured it.
+                text = json.dumps(history, indent=1).replace(f"{HISTORIES.parent.parent}/", "")
+                (HISTORIES / f"{name}.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
