@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from recovery.causes import OWN_CAUSES, Cause
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
     CancelRequested,
@@ -32,7 +33,7 @@ from recovery.events import (
 )
 from recovery.fencing import fences, may_leave_lost_behind
 from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Relaunch, Stop, Wait
-from recovery.policy import OWN_CAUSES, Cause, Rung, Strategy
+from recovery.policy import Rung, Strategy
 from recovery.spec import duration
 
 CANCELLED_EXIT_CODE = 130

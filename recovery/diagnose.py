@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal as signals
 
 from recovery.catalog import exit_meaning, is_cascade
+from recovery.causes import Cause
 from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, Observation, RankExited, RanksFenced, RanksHung, RanksVanished
 from recovery.fencing import fences
 from recovery.model import Certainty, Diagnosis, JobState
-from recovery.policy import Cause
 
 DO_NOT_RESTART = 93
 """Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
+from recovery.causes import OWN_CAUSES, Cause
 from recovery.decide import is_stale
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
@@ -48,7 +49,6 @@ from recovery.model import (
     Try,
     Wait,
 )
-from recovery.policy import OWN_CAUSES, Cause
 from recovery.spec import duration
 
 KEPT_DECISIONS = 40

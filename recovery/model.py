@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from recovery.policy import Cause, Policy, Strategy
+from recovery.causes import Cause
+from recovery.policy import Policy, Strategy
 from recovery.spec import JobSpec
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from recovery.causes import Cause
 from recovery.spec import Duration, Strict, duration
 
 PRESETS = Path(__file__).with_name("presets")
@@ -25,29 +26,6 @@ class Strategy(StrEnum):
     RESCHEDULE_JOB = "RESCHEDULE_JOB"
     ASK = "ASK"
     FAIL = "FAIL"
-
-
-class Cause(StrEnum):
-    USER_INPUT = "USER_INPUT"
-    APPLICATION = "APPLICATION"
-    OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    NUMERICS = "NUMERICS"
-    GPU_TRANSIENT = "GPU_TRANSIENT"
-    GPU_RESET = "GPU_RESET"
-    GPU_FATAL = "GPU_FATAL"
-    GPU_USER_INDUCED = "GPU_USER_INDUCED"
-    NETWORK = "NETWORK"
-    STORAGE = "STORAGE"
-    NODE_FAULT = "NODE_FAULT"
-    NODE_LOST = "NODE_LOST"
-    HANG = "HANG"
-    PREEMPTED = "PREEMPTED"
-    PLATFORM = "PLATFORM"
-    UNKNOWN = "UNKNOWN"
-
-
-OWN_CAUSES = (Cause.USER_INPUT, Cause.APPLICATION, Cause.OUT_OF_MEMORY, Cause.NUMERICS, Cause.GPU_USER_INDUCED, Cause.HANG, Cause.UNKNOWN)
-"""Faults that may be the job's own. UNKNOWN is among them, so that a loop nobody can explain still ends."""
 
 
 class Rung(Strict):

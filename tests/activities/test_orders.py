@@ -16,8 +16,8 @@ from activities.logs import LogActivities
 from activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
 from activities.stopping import StopRanksInput, StopRanksOutput
 from backends.simulated import Fault, Lingers, Prints, Refuse, Script
+from recovery.causes import Cause
 from recovery.model import Incident, Slot
-from recovery.policy import Cause
 from tests.activities.harness import PATIENCE, TOKEN, Stand, ago, environment, stand
 from workflows.log_messages import ReadLogsInput
 

@@ -9,8 +9,9 @@ from typing import Any
 from temporalio import activity, workflow
 
 with workflow.unsafe.imports_passed_through():
+    from recovery.causes import Cause
     from recovery.model import DecisionRecord, Incident, JobState, Phase, Slot
-    from recovery.policy import Cause, preset
+    from recovery.policy import preset
     from recovery.spec import JobSpec
     from workflows.log_messages import LogPiece, ReadIncidentsInput, ReadIncidentsOutput, ReadLogsInput, ReadLogsOutput
     from workflows.messages import JobResult, TrainingJobInput

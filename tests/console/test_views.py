@@ -7,8 +7,9 @@ from datetime import timedelta
 
 from console.logs import Printer
 from console.views import budgets, history_entry, history_lines, merge_watches, show, show_lines
+from recovery.causes import Cause
 from recovery.model import Progress, Try
-from recovery.policy import Cause, Strategy
+from recovery.policy import Strategy
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
 
 SHOW_KEYS = {"name", "phase", "generation", "nodes", "ranks", "progress", "budgets", "incidents", "because", "next"}

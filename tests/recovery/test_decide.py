@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from recovery.causes import Cause
 from recovery.events import (
     CancelRequested,
     DeadlinePassed,
@@ -31,7 +32,7 @@ from recovery.events import (
 from recovery.evolve import finish
 from recovery.fencing import FENCE_MARGIN, fences, hops, peers_of, safe_after
 from recovery.model import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
-from recovery.policy import Cause, Strategy
+from recovery.policy import Strategy
 from tests.recovery.builders import T0, at, error, exited, fault, new_job, play, policy, relaunched, running, step
 
 BUG = exited(2, "n2", code=1, error=error("ValueError: bad batch"))

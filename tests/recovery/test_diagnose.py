@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 
+from recovery.causes import Cause
 from recovery.diagnose import diagnose
 from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnreachable, Observation, RanksFenced, RanksHung, RanksVanished
 from recovery.model import Certainty
-from recovery.policy import Cause
 from tests.recovery.builders import T0, at, error, exited, fault, running, step
 
 KILLED = exited(3, "n2", signal=9)

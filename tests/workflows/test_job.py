@@ -11,8 +11,9 @@ from temporalio.client import WorkflowExecutionStatus
 
 from backends.base import PrepareOrder, StartOrder
 from backends.simulated import Exit, Fault, KeeperDies, Progress, Refuse, Script, error_file
+from recovery.causes import Cause
 from recovery.model import Phase
-from recovery.policy import Cause, Strategy
+from recovery.policy import Strategy
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
 
