@@ -41,6 +41,7 @@ app.add_typer(policy_app, name="policy")
 Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
 Because = Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")]
 Job = Annotated[str, typer.Argument(metavar="JOB")]
+PolicyName = Annotated[str, typer.Argument(metavar="FILE|PRESET")]
 State = Annotated[Path | None, typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch.")]
 Value = TypeVar("Value")
 BAD_INPUT = 2
@@ -256,19 +257,90 @@ def declare_dead(node: Annotated[str, typer.Argument(metavar="NODE")], because: 
 
 @policy_app.command("presets")
 def presets() -> None:
-    """List the presets."""
-    from recovery.policy import preset_names
+    """List the presets, and what each is."""
+    from console.ladders import presets_lines
 
-    print("\n".join(preset_names()))
+    print("\n".join(presets_lines()))
 
 
 @policy_app.command("check")
-def check(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+def check(file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
     """Say whether a policy can be used."""
-    from console import files
+    from console import policies
 
-    files.read_policy(str(file.resolve()) if file.exists() else str(file))
+    policies.read(file)
     print(f"{file} can be used")
+
+
+@policy_app.command("explain")
+def explain_policy(
+    policy: PolicyName,
+    cause: Annotated[str | None, typer.Option(help="Only its ladder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw the ladders of a policy: what is tried, how often, and what follows."""
+    from console import ladders, policies
+
+    known = policies.read(policy)
+    only = policies.parse_cause(cause) if cause else None
+    print_json(ladders.policy_view(policy, known, only)) if as_json else print("\n".join(ladders.policy_lines(policy, known, only)))
+
+
+@policy_app.command("change")
+def change_policy(
+    job: Job,
+    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
+    file: Annotated[str | None, typer.Argument(metavar="FILE|PRESET")] = None,
+    values: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as max_restarts=12.")] = None,
+) -> None:
+    """Lay keys over the policy of a running job, from its next decision on."""
+    from console import policies
+
+    changes = policies.read_changes(file, values or [])
+    print("\n".join(with_client(lambda client, _: policies.change(client, job, changes, because))))
+
+
+@policy_app.command("replay")
+def replay_policy(
+    policy: PolicyName,
+    history: Annotated[str | None, typer.Option(metavar="JOB", help="On what this job has met.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run", metavar="RUN_ID", help="Of an earlier submission; default: the newest.")] = None,
+    events: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="On events that are written down.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a policy would have decided, and what was decided otherwise."""
+    from console import policies
+
+    if (history is None) == (events is None) or (run_id and events):
+        raise Mistake("policy replay: expected --history JOB [--run RUN_ID], or --events FILE.jsonl, and not both")
+    known = policies.read(policy)
+    if events is not None:
+        trial = policies.try_on_events(known, events)
+    else:
+        trial = with_client(lambda client, _: policies.try_on_history(client, str(history), known, run_id))
+    print_json(policies.trial_view(trial)) if as_json else print("\n".join(policies.trial_lines(trial)))
+    for note in trial.notes:
+        say(note)
+
+
+@app.command("explain")
+def explain_evidence(
+    kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
+    what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
+    exit_code: Annotated[int | None, typer.Option(help="With which dcgmi ended.")] = None,
+    policy: Annotated[str | None, typer.Option(metavar="FILE|PRESET", help="Its catalog counts; say what it does first.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a piece of evidence means: an Xid, an exit, what dcgmi printed, a rank's log, a kernel log."""
+    from console import explain
+
+    known = None
+    if policy is not None:
+        from console import policies
+
+        known = policies.read(policy)
+    explanation = explain.explain(kind, what, exit_code, known)
+    print_json(explain.view_of(explanation, known)) if as_json else print("\n".join(explain.lines_of(explanation, known, policy)))
 
 
 def main() -> int:

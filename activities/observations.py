@@ -11,6 +11,8 @@ from recovery.events import Observation, RankError, RankExited, RanksFenced, Ran
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000
 """Characters. A traceback is read from its end; sixteen of them must stay far below 256 KiB."""
+KERNEL_LINES, KERNEL_LINE = 20, 400
+"""What the agent sends at most; a line is ASCII."""
 
 
 def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> Observation | None:
@@ -18,6 +20,8 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
     kind = raw.get("kind")
     if kind == "RankExited":
         error, unreadable = error_from(raw.get("error"))
+        kernel, kernel_unreadable = kernel_from(raw)
+        pid = raw.get("pid")
         return RankExited(
             node=node,
             rank=int(raw["rank"]),
@@ -29,16 +33,31 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
             error=error,
             error_unreadable=unreadable,
             log_tail=tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-40:],
+            kernel=kernel,
+            kernel_unreadable=kernel_unreadable,
+            pid=pid if isinstance(pid, int) else None,
         )
     because = str(raw.get("because") or kind)[:MESSAGE_LIMIT]
     if kind == "Fenced":
         return RanksFenced(node, received_at, str(raw.get("why")), because)
     if kind in ("KeeperDied", "RanksVanished"):
-        return RanksVanished(node, received_at, because, rebooted="reboot" in because)
+        return RanksVanished(node, received_at, because, "reboot" in because, *kernel_from(raw))
     if kind == "Stopped":
         # Whoever ordered it has moved on to a higher generation, or is a person; for this one it means that its ranks are gone.
         return RanksFenced(node, received_at, "superseded", because)
     return None
+
+
+def kernel_from(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
+    """Read what the kernel said, and why that may not be all."""
+    lines, unreadable = raw.get("kernel"), raw.get("kernel_unreadable")
+    if lines is None and unreadable is None and not raw.get("stopped") and raw.get("exit_code") != 0:
+        # Silence of an agent from before it read the kernel log: a generation outlives an upgrade of its controller.
+        return (), "the agent of this generation does not read it"
+    if not isinstance(lines, list | None):
+        return (), f"expected a list of lines, found {type(lines).__name__}"
+    found = tuple(str(line)[:KERNEL_LINE] for line in lines or ())[-KERNEL_LINES:]
+    return found, None if unreadable is None else str(unreadable)[:KERNEL_LINE]
 
 
 def error_from(raw: Any) -> tuple[RankError | None, str | None]:

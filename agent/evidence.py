@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+from agent import kernel_log
 from agent.protocol import Json
 from agent.state import Generation
 
@@ -55,13 +56,14 @@ def tail(path: Path) -> list[str]:
     return lines[-TAIL_LINES:]
 
 
-def told(generation: Generation, observation: Json) -> Json:
-    """Add to a journaled exit what its rank wrote before it went."""
+def told(generation: Generation, observation: Json, kernel: Json | None) -> Json:
+    """Add to a journaled exit what its rank wrote before it went, and what the kernel said of it."""
+    explained = kernel_log.told(observation, kernel)
     if observation["kind"] != "RankExited":
-        return observation
+        return explained
     rank = observation["rank"]
     return {
-        **observation,
+        **explained,
         "error": read_error(generation.error(rank)),
         "log_tail": [] if observation["stopped"] else tail(generation.log(rank)),
     }

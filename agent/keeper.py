@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from agent import processes, ranks, supervisor
+from agent import kernel_log, processes, ranks, supervisor
 from agent.faults import pass_by
 from agent.journal import Journal
 from agent.lease import Lease
@@ -95,6 +95,8 @@ class Keeper:
         """pid and start time of those outside of the groups that were asked."""
         self.stoppers: list[tuple[Channel, bool]] = []
         """Those who wait to hear that nothing of this generation is left, and whether it was going anyway."""
+        self.kernel = kernel_log.mark()
+        """Only noted here, before any rank runs, and handed down: reading it is the supervisor's."""
         self.link = SupervisorLink(self.loop, generation, self._become_supervisor, self._hear_supervisor)
 
     def run(self) -> None:
@@ -298,13 +300,14 @@ class Keeper:
         boot = boot_id(self.generation.state)
         launch = self.generation.path / "started.json"
         # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
-        write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None}, durable=False)
+        launching = {"stamp": now(), "boot_id": boot, "kernel": kernel_log.written(self.kernel), "pids": None}
+        write_json(launch, launching, durable=False)
         self.sockets.master.close()
         try:
             ranks.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
         except Refused as refused:
             self.started = refused.answer
-            write_json(launch, {"stamp": now(), "boot_id": boot, "pids": None, "refused": refused.answer}, durable=False)
+            write_json(launch, {**launching, "stamp": now(), "refused": refused.answer}, durable=False)
             self.state, self.leaving, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
             self._sweep()
@@ -312,7 +315,7 @@ class Keeper:
         pids = {str(rank): pid for rank, pid in self.alive.items()}
         found = {rank: processes.look(pid) for rank, pid in pids.items()}
         identities = {rank: (process.pid, process.started) for rank, process in found.items() if process is not None}
-        write_json(launch, {"stamp": now(), "boot_id": boot, "pids": identities}, durable=False)
+        write_json(launch, {**launching, "stamp": now(), "pids": identities}, durable=False)
         pass_by(self.generation.state, "start.forked")
         self.started = {"outcome": "done", "pids": pids, "already": False}
         self.start_order = order
@@ -326,7 +329,7 @@ class Keeper:
 
     def _become_supervisor(self, link: int) -> None:
         news = self._news(begin=True)
-        supervisor.run(self.generation, self.token, self.order, self.sockets.watch, self.sockets.peers, link, news)
+        supervisor.run(self.generation, self.token, self.order, self.sockets.watch, self.sockets.peers, link, self.kernel, news)
 
     def _publish(self) -> None:
         """Let the watchers have what the journal holds, once the disk has it."""

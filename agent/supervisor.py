@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 
-from agent import evidence, journal, processes
+from agent import evidence, journal, kernel_log, processes
 from agent.faults import pass_by
 from agent.lease import Vouchers
 from agent.loop import Channel, Loop
@@ -56,6 +56,7 @@ def run(
     listener: socket.socket,
     peers: socket.socket,
     link: int,
+    kernel: kernel_log.Mark,
     news: Json,
 ) -> None:
     """Be the supervisor. The process was forked from the keeper a moment ago."""
@@ -63,8 +64,8 @@ def run(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     processes.set_name("relaunch-sup")
-    processes.close_all_but([listener.fileno(), peers.fileno(), link])
-    supervisor = Supervisor(generation, token, order, listener, peers, link)
+    processes.close_all_but([listener.fileno(), peers.fileno(), link, kernel.handle])
+    supervisor = Supervisor(generation, token, order, listener, peers, link, kernel)
     supervisor.hear_keeper(news)
     supervisor.run()
 
@@ -78,6 +79,7 @@ class Supervisor:
         listener: socket.socket,
         peers: socket.socket,
         link: int,
+        kernel: kernel_log.Mark,
     ) -> None:
         self.generation = generation
         self.token = token
@@ -93,6 +95,8 @@ class Supervisor:
         self.renewed = False
         self.vouchers = Vouchers(())
         self.observations: list[Json] = []
+        self.kernel = kernel
+        self.kernel_reading: Json | None = None
         self.synced = 0
         """Up to which number the disk has them, as far as the keeper has said."""
         self.watchers: list[Watcher] = []
@@ -222,11 +226,13 @@ class Supervisor:
     def _send_news(self) -> None:
         """Send what the journal has for good and each watcher has not."""
         self.observations = journal.read(self.generation.journal)[: self.synced]
+        if self.kernel_reading is None and kernel_log.asked_for(self.observations):  # now, whether or not anybody watches
+            self.kernel_reading = kernel_log.reading_of(self.generation, self.kernel)
         for watcher in list(self.watchers):
             for observation in self.observations[watcher.seq :]:
                 pass_by(self.generation.state, "supervisor.sending")
                 watcher.seq = observation["seq"]
-                watcher.channel.send({"observation": evidence.told(self.generation, observation)})
+                watcher.channel.send({"observation": evidence.told(self.generation, observation, self.kernel_reading)})
 
     def _say_end(self) -> None:
         for watcher in list(self.watchers):

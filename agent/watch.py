@@ -8,7 +8,7 @@ import socket
 import time
 from pathlib import Path
 
-from agent import evidence, journal
+from agent import evidence, journal, kernel_log
 from agent.loop import parse, take_line
 from agent.protocol import Fields, Json, Refused, line, now
 from agent.state import Generation, JobState, boot_id, read_json
@@ -156,8 +156,9 @@ class Watch:
             boot = boot_id(self.generation.state)
             hello = {"token": self.token.json, "boot_id": boot, "state": "gone", "ranks": self.ranks, "stamp": now()}
             self._write(line({"hello": hello}))
+        reading = kernel_log.reading_of(self.generation, None) if kernel_log.asked_for(observations[self.after :]) else None
         for observation in observations[self.after :]:
-            self._write(line({"observation": evidence.told(self.generation, observation)}))
+            self._write(line({"observation": evidence.told(self.generation, observation, reading)}))
         self._write(line({"end": {"seq": len(observations)}}))
 
     def _vanished(self, observations: list[Json]) -> Json | None:

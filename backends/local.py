@@ -23,6 +23,11 @@ from recovery.spec import FleetNode, FleetSpec
 CUTS = ("controller-in", "controller-out", "peers")
 
 
+KERNEL_LOG = "kernel.log"
+"""In a node's folder: where it is there, the node takes it for its kernel's log. All nodes of one machine have one kernel, and its log
+cannot say which of them it means."""
+
+
 class LocalBackend:
     def __init__(self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_WITHIN) -> None:
         self._nodes = {node.name: node for node in spec.nodes}
@@ -74,6 +79,9 @@ class LocalBackend:
         folder = self.folder(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))}
+        kernel_log = folder / KERNEL_LOG
+        if kernel_log.exists():
+            environment["RELAUNCH_KERNEL_LOG"] = str(kernel_log)
         return await asyncio.create_subprocess_exec(
             sys.executable,
             str(self._agent),

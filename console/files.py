@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from recovery.annotations import annotated
 from recovery.policy import Policy, preset, preset_names, resolve
 from recovery.spec import FleetSpec, JobSpec, parse_name
 from settings import Mistake
@@ -83,7 +84,11 @@ def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]
     """
     document = Document(path)
     spec = _validate(JobSpec, {**document.content, **overrides}, document, tuple(overrides))
-    return spec, read_policy(spec.policy, path.parent, None if "policy" in overrides else document)
+    policy = read_policy(spec.policy, path.parent, None if "policy" in overrides else document)
+    try:
+        return spec, annotated(policy, spec.metadata.annotations)
+    except ValueError as error:
+        raise Mistake(f"{path}:{document.line(('metadata', 'annotations'))}: {error}") from None
 
 
 def job_from_flags(values: Mapping[str, Any]) -> tuple[JobSpec, Policy]:

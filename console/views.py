@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from recovery.decide import tries_used
+from recovery.ladder import used_budgets
 from recovery.model import Incident, JobState
 
 
@@ -50,6 +50,7 @@ def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
 def budgets(state: JobState, now: datetime) -> dict[str, Any]:
     """Return what was spent and what is allowed; `causes` has the ladders of causes that have been met since the last renewal."""
     policy = state.policy
+    used = used_budgets(state, now)
     met = {t.cause for t in state.tries} | ({state.incident.cause} if state.incident else set())
     return {
         "max_restarts": {"spent": state.restarts_spent, "limit": policy.max_restarts},
@@ -58,8 +59,11 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
             str(cause): [
                 {
                     "strategy": str(rung.strategy),
-                    "used": tries_used(state, cause, rung, now) if rung.tries is not None else None,
+                    "when": [str(verdict) for verdict in rung.when],
+                    "codes": list(rung.codes),
+                    "used": max((u.used for u in used if u.cause is cause and u.rung is rung), default=0) if rung.tries else None,
                     "allowed": rung.tries,
+                    "by": {u.where: u.used for u in used if u.cause is cause and u.rung is rung and u.where},
                     "window": rung.window.total_seconds() if rung.window is not None else None,
                 }
                 for rung in policy.ladder(cause)

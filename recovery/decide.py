@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from recovery.causes import OWN_CAUSES, Cause
+from recovery.causes import Cause
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
     CancelRequested,
@@ -19,6 +19,7 @@ from recovery.events import (
     NodeDeclaredDead,
     NodeReturned,
     NodesAcquired,
+    NodesExamined,
     NodesMissing,
     NodeUnreachable,
     PolicyChanged,
@@ -27,13 +28,14 @@ from recovery.events import (
     RanksHung,
     RanksStopped,
     RanksSucceeded,
+    RepairEnded,
     RetryRequested,
     StepReached,
     Submitted,
 )
 from recovery.fencing import fences, may_leave_lost_behind
-from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Relaunch, Stop, Wait
-from recovery.policy import Rung, Strategy
+from recovery.ladder import climb
+from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Recovering, Relaunch, Stop, Wait
 from recovery.spec import duration
 
 CANCELLED_EXIT_CODE = 130
@@ -43,11 +45,13 @@ CANCELLED_EXIT_CODE = 130
 def decide(job: JobState, event: Event, now: datetime) -> Decision:
     """Return the next decision for a job that has already absorbed `event`."""
     if is_stale(job, event):
-        return Ignore(f"{event.kind} is about an earlier generation than {job.generation}")
+        return Ignore(f"{event.kind} is about an earlier generation than {job.generation}, or an earlier wait")
     if job.phase.is_final:
         return Ignore(f"the job has ended: {job.phase}")
     if job.ending is not None:
         return _while_ending(job, event)
+    if is_echo(job, event):
+        return Ignore(f"{event.kind} is about generation {job.generation}, which is given up")
     match event:
         case Submitted() | RetryRequested():
             who = f" by {event.by}" if event.by else ""
@@ -78,15 +82,23 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return higher
         case LaunchFailed(started=False) if not (set(event.unreachable) & set(job.maybe_alive)):
             # Nothing of this job ever ran there, so there is nothing to fence: take another node at once.
-            return _climb(job, diagnose(job, event), now, without=event.unreachable)
+            return climb(job, Recovering(diagnose(job, event)), now, without=event.unreachable)
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
             return _on_fault(job, event, now)
         case RanksSucceeded():
             return Stop(Phase.SUCCEEDED, f"all ranks of generation {job.generation} exited with 0", exit_code=0)
+        case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
+            return climb(job, job.recovering, now, without=job.lost_names)
+        case RepairEnded(outcome="done") if answers(job, event):
+            return Relaunch(job.generation + 1, f"{event.strategy} of {_names(event.nodes)} is done: {event.because}")
+        case RepairEnded() if answers(job, event) and job.recovering is not None:
+            return climb(job, job.recovering, now, without=job.lost_names)
+        case NodesExamined() | RepairEnded():
+            return Ignore(f"{event.kind} answers a question that nobody asks any more")
         case NodeUnreachable():
             return _on_unreachable(job, event, now)
         case NodeReturned() if job.owed is not None and (not job.lost or may_leave_lost_behind(job)):
-            return _climb(job, job.owed, now, without=job.lost_names)
+            return climb(job, Recovering(job.owed), now, without=job.lost_names)
         case NodeReturned():
             if job.lost:
                 return Wait(Phase.NODE_LOST, f"{event.node} answers again, {_names(job.lost_names)} not yet", next=_lost_next(job))
@@ -105,8 +117,29 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
 
 
 def is_stale(job: JobState, event: Event) -> bool:
+    """Whether this is about an earlier generation, or is the deadline of a wait that is over."""
+    if isinstance(event, DeadlinePassed):
+        return event.due is not None and event.due != job.next.at
     generation = getattr(event, "generation", None)
     return generation is not None and generation != job.generation
+
+
+def is_echo(job: JobState, event: Event) -> bool:
+    """Whether this is said of a generation that has been given up (for an examination, a repair, a question) but is not over by number."""
+    if isinstance(event, NodeReturned) and job.phase is Phase.WAITING_FOR_PERSON:
+        return False  # the answer to what was asked, and it was the last node that was lost
+    given_up = job.phase in (Phase.EXAMINING, Phase.REPAIRING) or (job.phase is Phase.WAITING_FOR_PERSON and not job.lost)
+    said = (
+        FaultObserved | RanksHung | NodeUnreachable | NodeReturned | StepReached | RanksSucceeded | Launched | LaunchFailed | LaunchRefused
+    )
+    return given_up and isinstance(event, said)
+
+
+def answers(job: JobState, event: RepairEnded) -> bool:
+    """Whether this is the end of the repair that is waited for, not of one that was given up."""
+    if job.phase is not Phase.REPAIRING or job.recovering is None or not job.tries:
+        return False
+    return event.strategy is job.tries[-1].strategy and set(event.nodes) == set(job.recovering.fault.nodes)
 
 
 def _while_ending(job: JobState, event: Event) -> Decision:
@@ -144,12 +177,16 @@ def _lost_next(job: JobState) -> str:
 
 
 def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
-    until = None if may_leave_lost_behind(job) else now + job.policy.timeouts.ask_after
+    # Where somebody looks for hangs, a gang that waits for the lost node is found to; else only a person can be asked.
+    found = may_leave_lost_behind(job) and job.policy.hang.after != "off"
+    until = None if found else now + job.policy.timeouts.ask_after
     return Wait(Phase.NODE_LOST, f"{event.node} does not answer: {event.because}; nothing is stopped", next=_lost_next(job), until=until)
 
 
 def _on_deadline(job: JobState, now: datetime) -> Decision:
     match job.phase:
+        case Phase.EXAMINING | Phase.REPAIRING if job.recovering is not None:
+            return climb(job, job.recovering, now, without=job.lost_names)
         case Phase.RUNNING:
             return _running(job, f"no fault for {duration(job.policy.healthy_for)}", now)
         case Phase.NODE_LOST:
@@ -180,7 +217,7 @@ def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> 
     diagnosis = Diagnosis(
         Cause.NODE_LOST, f"{who} declared {event.node} dead" + (f": {event.because}" if event.because else ""), nodes=(event.node,)
     )
-    return _climb(job, diagnosis, now, without=(event.node,))
+    return climb(job, Recovering(diagnosis), now, without=(event.node,))
 
 
 def _seen_higher(job: JobState, event: LaunchRefused) -> Decision | None:
@@ -202,59 +239,7 @@ def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:
         # Ranks on the lost nodes may well go on where they are: a second copy elsewhere would be the worse mistake.
         return Wait(Phase.NODE_LOST, diagnosis.because, next=_lost_next(job), until=now + job.policy.timeouts.ask_after)
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
-    return _climb(job, diagnosis, now, without=without)
-
-
-def _climb(job: JobState, diagnosis: Diagnosis, now: datetime, without: tuple[str, ...]) -> Decision:
-    """Take the first rung of the cause's ladder that has a try left."""
-    limit = job.policy.no_progress_stop
-    if diagnosis.cause in OWN_CAUSES and limit != "off" and job.flat_generations >= limit:
-        return _fail(diagnosis, f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}")
-    for rung in job.policy.ladder(diagnosis.cause):
-        used = tries_used(job, diagnosis.cause, rung, now)
-        if rung.tries is not None and used >= rung.tries:
-            continue
-        if rung.strategy is Strategy.FAIL:
-            return _fail(diagnosis, f"the ladder of {diagnosis.cause} has nothing left but to stop")
-        if rung.strategy is Strategy.ASK:
-            return Ask(
-                f"{diagnosis.because}; the ladder of {diagnosis.cause} ends with a person",
-                question="`retry`, `retry --avoid NODE` or `cancel`?",
-            )
-        if rung.spends and job.restarts_spent >= job.policy.max_restarts:
-            return _fail(diagnosis, f"all {job.policy.max_restarts} restarts are spent")
-        return _relaunch(job, diagnosis, rung, used, without)
-    return _fail(diagnosis, f"the ladder of {diagnosis.cause} is used up")
-
-
-def _relaunch(job: JobState, diagnosis: Diagnosis, rung: Rung, used: int, without: tuple[str, ...]) -> Relaunch:
-    of = f" of {rung.tries}" if rung.tries is not None else ""
-    because = f"{diagnosis.because}; {rung.strategy} {used + 1}{of} for {diagnosis.cause}"
-    avoid: tuple[str, ...] = ()
-    if rung.strategy is Strategy.REPLACE_NODE:
-        without = tuple(dict.fromkeys((*without, *diagnosis.nodes)))
-        avoid = diagnosis.nodes if diagnosis.cause is not Cause.NODE_LOST else ()
-    return Relaunch(
-        job.generation + 1,
-        because,
-        strategy=rung.strategy,
-        cause=diagnosis.cause,
-        spent=rung.spends,
-        without=without,
-        avoid=avoid,
-        keep_nodes=rung.strategy is not Strategy.RESCHEDULE_JOB,
-        delay=rung.delay,
-    )
-
-
-def _fail(diagnosis: Diagnosis, why: str) -> Stop:
-    return Stop(Phase.FAILED, f"{diagnosis.because}; {why}", exit_code=diagnosis.exit_code or 1)
-
-
-def tries_used(job: JobState, cause: Cause, rung: Rung, now: datetime) -> int:
-    """How many tries of a rung count now: those within its window, or since the budgets were renewed."""
-    since = now - rung.window if rung.window is not None else job.renewed_at
-    return sum(1 for t in job.tries if t.cause is cause and t.strategy is rung.strategy and (since is None or t.at > since))
+    return climb(job, Recovering(diagnosis), now, without=without)
 
 
 def _names(names: tuple[str, ...]) -> str:

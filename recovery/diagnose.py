@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import signal as signals
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
 
-from recovery.catalog import exit_meaning, is_cascade
-from recovery.causes import Cause
+from recovery.catalog import Catalog, catalog
+from recovery.causes import HARDWARE_CAUSES, Cause
 from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, Observation, RankExited, RanksFenced, RanksHung, RanksVanished
+from recovery.evidence import Finding, Role
+from recovery.exits import read_exit, read_log
 from recovery.fencing import fences
+from recovery.kernel_log import read_kernel_log
 from recovery.model import Certainty, Diagnosis, JobState
 
 DO_NOT_RESTART = 93
 """Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""
+
+CLOCKS_AGREE = timedelta(seconds=0.5)
+"""Hosts that keep time by NTP differ by milliseconds; below this, their clocks do not tell which of two nodes was first."""
+AHEAD, BEHIND = timedelta(seconds=2), timedelta(minutes=10)
+"""How far a rank's clock may be from the receiver's before it is taken to be wrong: no error is written after it was received,
+and none long before its rank has ended (torch waits ten minutes for a collective)."""
+
+RIVALS = 8
+"""Different errors of one moment that are compared; a program that puts its rank into its words has thousands."""
+NAMED = 16
+"""Suspects that are named where nobody is suspected more than any other."""
 
 REFUSAL_CAUSES = {
     "command_not_found": Cause.USER_INPUT,
@@ -26,7 +44,8 @@ Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
 
 
 def diagnose(job: JobState, fault: Fault) -> Diagnosis:
-    """Name the root cause. Cascades never win; among roots the earliest does."""
+    """Name the root cause. Cascades never win; among roots the earliest does, and a node's own evidence before a program's words."""
+    known = _Readers(catalog(job.policy.catalog))
     match fault:
         case LaunchFailed():
             return Diagnosis(Cause.NODE_LOST, fault.because, nodes=fault.unreachable)
@@ -43,99 +62,241 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case RanksHung():
             return Diagnosis(Cause.HANG, fault.because, ranks=fault.ranks)
         case FaultObserved():
-            diagnosis = _of_observations(fault.observations, fault.more)
+            diagnosis = _of_observations(fault.observations, fault.more, known)
             if diagnosis.cause is Cause.NETWORK and fault.silent:
                 nodes = tuple(node for node, _ in fault.silent)
                 return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer; {diagnosis.because}", nodes=nodes)
             return diagnosis
 
 
-def is_root(observation: Observation) -> bool:
+def is_root(observation: Observation, known: Catalog | None = None) -> bool:
     """Whether this may be a cause, not the echo of one on another rank."""
     match observation:
         case RankExited():
-            return observation.failed and not observation.stopped and not is_cascade(_last_words(observation))
+            if not observation.failed or observation.stopped:
+                return False
+            return bool(observation.kernel) or not _is_echo(observation, _Readers(known or catalog()))
         case RanksFenced():
             return observation.why != "superseded"
         case RanksVanished():
             return True
 
 
-def _of_observations(observations: tuple[Observation, ...], more: int) -> Diagnosis:
-    roots = sorted((o for o in observations if is_root(o)), key=lambda o: o.at)
-    for observation in roots:
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """Reads each text once: all ranks of a node bring the same kernel log, and thousands of ranks say the same last words."""
+
+    catalog: Catalog
+    logs: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    kernels: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+
+    def log(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
+        if lines not in self.logs:
+            self.logs[lines] = read_log(lines, self.catalog)
+        return self.logs[lines]
+
+    def kernel(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
+        if lines not in self.kernels:
+            self.kernels[lines] = read_kernel_log(lines, self.catalog)
+        return self.kernels[lines]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One failed rank with what its own words and its node's kernel say."""
+
+    exit: RankExited
+    ending: Finding
+    words: tuple[Finding, ...]
+    kernel: tuple[Finding, ...]
+
+    def word(self, role: Role) -> Finding | None:
+        """The first of the rank's words in this role that points somewhere."""
+        return next((finding for finding in self.words if finding.role is role and finding.cause is not None), None)
+
+
+def _of_observations(observations: tuple[Observation, ...], more: int, known: _Readers) -> Diagnosis:
+    inorder = sorted(observations, key=lambda o: (o.at, o.node, o.rank if isinstance(o, RankExited) else -1))
+    for observation in inorder:
         if isinstance(observation, RanksVanished):
-            return Diagnosis(
-                Cause.NODE_FAULT, f"{observation.node}: {observation.because}", nodes=(observation.node,), certainty=Certainty.CERTAIN
-            )
-    for observation in roots:
-        if isinstance(observation, RanksFenced):
+            node = observation.node
+            return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.because}", nodes=(node,), certainty=Certainty.CERTAIN)
+    failed = [o for o in inorder if isinstance(o, RankExited) and o.failed and not o.stopped]
+    if (hardware := _of_hardware(failed, more, known)) is not None:
+        return hardware
+    for observation in inorder:
+        if isinstance(observation, RanksFenced) and is_root(observation):
             return Diagnosis(
                 Cause.NODE_LOST,
                 f"{observation.node} stopped its own ranks: {observation.because}",
                 nodes=(observation.node,),
                 certainty=Certainty.CERTAIN,
             )
-    exits = [o for o in roots if isinstance(o, RankExited)]
-    if not exits:
-        return _of_cascades(observations)
-    return _of_exit(_root_exit(exits), others=len(exits) - 1 + more)
+    if not failed:
+        return Diagnosis(Cause.PLATFORM, _first_words(observations), certainty=Certainty.GUESS)
+    return _of_exits(failed, more, known)
 
 
-def _root_exit(exits: list[RankExited]) -> RankExited:
-    """The first that arrived; where that one wrote an error file, the one with the smallest timestamp in it (torchelastic's rule)."""
-    first = exits[0]
-    if first.error is None or first.error.timestamp is None:
-        return first
-    return min(
-        (e for e in exits if e.error and e.error.timestamp is not None),
-        key=lambda e: (e.error.timestamp if e.error and e.error.timestamp else 0.0, e.rank),
+def _of_hardware(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis | None:
+    """What a node's kernel says against its own hardware beats every program's words: those are what the hardware made of it."""
+    found: list[tuple[int, RankExited, Finding]] = []
+    heard: set[tuple[str, tuple[str, ...]]] = set()
+    for one in failed:
+        # The ranks of a node bring the same log.
+        if one.kernel and (one.node, one.kernel) not in heard:
+            heard.add((one.node, one.kernel))
+            roots = [f for f in known.kernel(one.kernel) if f.role is Role.ROOT and f.cause in HARDWARE_CAUSES]
+            found += [(HARDWARE_CAUSES.index(finding.cause), one, finding) for finding in roots if finding.cause]
+    if not found:
+        return None
+    # The gravest first: an NVLink error on one node is often the shadow of a GPU that fell off the bus of another.
+    _, root, finding = min(found, key=lambda each: (each[0], each[1].at, each[1].node, each[1].rank))
+    assert finding.cause is not None
+    others = tuple(dict.fromkeys(one.node for _, one, other in found if other.cause is finding.cause))
+    return Diagnosis(
+        finding.cause,
+        f"{root.node}: {finding.because}{_more(len(failed) - 1 + more)}",
+        nodes=tuple(dict.fromkeys((root.node, *others)))[:NAMED],
+        gpus=tuple(dict.fromkeys(f.gpu for _, one, f in found if one.node == root.node and f.gpu and f.cause is finding.cause)),
+        ranks=(root.rank,),
+        code=finding.code,
+        certainty=Certainty.CERTAIN,
+        exit_code=_exit_code(root),
+        traceback=root.error.traceback if root.error else "",
     )
 
 
-def _of_exit(root: RankExited, others: int) -> Diagnosis:
-    meaning = exit_meaning(root.exit_code, root.signal)
-    if root.signal is not None:
-        what = f"was killed by {signal_name(root.signal)}"
-        exit_code = 128 + root.signal
+def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
+    first = next((one for one in failed if not _is_echo(one, known)), None)
+    if first is None:
+        return _of_cascades(failed, known)
+    others = _more(len(failed) - 1 + more)
+    if _written(first) is None:
+        return _of_exit(_read(first, known), others)
+    # The first that arrived wrote an error file: then the one with the smallest timestamp in it is the root (torchelastic's rule).
+    dated = sorted((when, one.rank, one.node, one) for one in failed if (when := _written(one)) is not None)
+    index = next(index for index, (*_, one) in enumerate(dated) if not _is_echo(one, known))
+    when, _, _, root = dated[index]
+    diagnosis = _of_exit(_read(root, known), others)
+    if diagnosis.cause is Cause.UNKNOWN:
+        return diagnosis
+    near = itertools.takewhile(lambda each: each[0] - when < CLOCKS_AGREE.total_seconds(), itertools.islice(dated, index + 1, None))
+    for rival in _rivals(root, (one for *_, one in near), known):
+        other = _of_exit(_read(rival, known), "")
+        if other.cause in (diagnosis.cause, Cause.UNKNOWN):
+            continue
+        return Diagnosis(
+            Cause.UNKNOWN,
+            f"{diagnosis.because}; and at the same moment {other.because}: their clocks do not tell which was first",
+            nodes=(root.node, rival.node),
+            ranks=(root.rank, rival.rank),
+            certainty=Certainty.GUESS,
+            exit_code=diagnosis.exit_code,
+            do_not_restart=diagnosis.do_not_restart,
+            traceback=diagnosis.traceback,
+        )
+    return diagnosis
+
+
+def _rivals(root: RankExited, near: Iterable[RankExited], known: _Readers) -> list[RankExited]:
+    """The earliest few ranks of other nodes that wrote other words than the root, so shortly after that the clocks do not tell."""
+    rivals: list[RankExited] = []
+    heard = {root.error.message if root.error else ""}
+    for one in near:
+        if one.node == root.node or one.error is None or one.error.message in heard or _is_echo(one, known):
+            continue
+        heard.add(one.error.message)
+        rivals.append(one)
+        if len(rivals) == RIVALS:
+            break
+    return rivals
+
+
+def _written(one: RankExited) -> float | None:
+    """When a rank wrote its error, by its node's clock; None where it did not, or its clock cannot be right."""
+    if one.error is None or one.error.timestamp is None:
+        return None
+    late = one.at.timestamp() - one.error.timestamp
+    return one.error.timestamp if -AHEAD.total_seconds() <= late <= BEHIND.total_seconds() else None
+
+
+def _read(one: RankExited, known: _Readers) -> _Reading:
+    kernel = known.kernel(one.kernel)
+    ending = read_exit(one.exit_code, one.signal, stopped=one.stopped, kernel=kernel, pid=one.pid, catalog=known.catalog)
+    return _Reading(one, ending, known.log(_all_words(one)), kernel)
+
+
+def _of_exit(reading: _Reading, others: str) -> Diagnosis:
+    root, ending = reading.exit, reading.ending
+    # What the kernel saw a program do, or saw of the network and the disks, is closer to the fault than the program's own words.
+    seen = next((f for f in reading.kernel if f.role is Role.ROOT and f.cause is not None and _is_ours(f, root)), None)
+    if ending.cause is Cause.OUT_OF_MEMORY:
+        seen = ending
+    told = seen or reading.word(Role.ROOT) or (ending if ending.role is Role.ROOT else reading.word(Role.SYMPTOM))
+    if told is None and ending.role is not Role.WRAPPER:
+        told = ending
+    if told is not None:
+        cause = told.cause or Cause.UNKNOWN
     else:
-        exit_code = root.exit_code if root.exit_code is not None else 1
-        what = f"exited with code {exit_code}"
-    if root.error:
-        detail = root.error.message.splitlines()[0] if root.error.message else "an error without a message"
-    elif meaning:
-        detail = meaning.meaning
-    elif root.error_unreadable:
-        detail = f"its error file is unreadable: {root.error_unreadable}"
-    else:
-        detail = next((line for line in reversed(root.log_tail) if line.strip()), "it said nothing")
-    cause = Cause(meaning.cause) if meaning else Cause.APPLICATION
-    because = f"rank {root.rank} on {root.node} {what}: {detail[:300]}"
-    if others > 0:
-        because += f" ({others} more failed)"
+        said = root.error is not None or any(line.strip() for line in root.log_tail)
+        cause = Cause.APPLICATION if said else Cause.UNKNOWN
     return Diagnosis(
         cause,
-        because,
+        f"{_ended(root, ending)}{_detail(root, ending, told)}{others}",
         nodes=(root.node,),
+        gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
         ranks=(root.rank,),
-        certainty=Certainty.CERTAIN if root.error else Certainty.LIKELY if cause is not Cause.UNKNOWN else Certainty.GUESS,
-        exit_code=exit_code,
+        code=told.code if told is not None else ending.code,
+        certainty=Certainty.CERTAIN if root.error or seen else Certainty.GUESS if cause is Cause.UNKNOWN else Certainty.LIKELY,
+        exit_code=_exit_code(root),
         do_not_restart=root.exit_code == DO_NOT_RESTART,
         traceback=root.error.traceback if root.error else "",
     )
 
 
-def _of_cascades(observations: tuple[Observation, ...]) -> Diagnosis:
+def _is_ours(finding: Finding, root: RankExited) -> bool:
+    """Whether the kernel means this rank; where it names nobody, or we do not know the rank's own number, it may."""
+    return finding.pid is None or root.pid is None or finding.pid == root.pid
+
+
+def _ended(root: RankExited, ending: Finding) -> str:
+    return f"rank {root.rank} on {root.node} {'was ' if root.signal is not None else ''}{ending.because}"
+
+
+def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
+    """What is known beyond how the rank ended, as a clause that follows it."""
+    if root.error:
+        said = root.error.message.splitlines()[0] if root.error.message else "an error without a message"
+        kernel = f" ({told.because})" if told is not None and told.source == "kernel" else ""
+        return f": {said[:300]}{kernel}"
+    if told is not None and told is not ending:
+        return f": {told.because[:300]}"
+    if ending.role is not Role.WRAPPER:
+        return ""
+    if root.error_unreadable:
+        return f": its error file is unreadable: {root.error_unreadable}"
+    return f": {next((line for line in reversed(root.log_tail) if line.strip()), 'it said nothing')[:300]}"
+
+
+def _of_cascades(failed: list[RankExited], known: _Readers) -> Diagnosis:
     """Only echoes: whatever broke the connections was seen by nobody."""
-    failed = [o for o in observations if isinstance(o, RankExited) and o.failed and not o.stopped]
-    if not failed:
-        return Diagnosis(Cause.PLATFORM, _first_words(observations), certainty=Certainty.GUESS)
-    first = min(failed, key=lambda o: o.at)
+    first = failed[0]
+    for one in failed:
+        lost = next((f for f in known.kernel(one.kernel) if f.role in (Role.ROOT, Role.CONFIRMATION) and f.cause is Cause.NETWORK), None)
+        if lost is not None:
+            return Diagnosis(
+                Cause.NETWORK,
+                f"{lost.code} on {one.node}: {lost.because}{_more(len(failed) - 1)}",
+                nodes=(one.node,),
+                ranks=(one.rank,),
+                code=lost.code,
+                exit_code=_exit_code(one),
+            )
     return Diagnosis(
         Cause.NETWORK,
         f"rank {first.rank} on {first.node} lost a connection and no rank failed by itself: {(_last_words(first) or ('',))[-1][:200]}",
-        nodes=tuple(dict.fromkeys(o.node for o in failed)),
-        ranks=tuple(o.rank for o in failed),
+        nodes=tuple(dict.fromkeys(one.node for one in failed))[:NAMED],
+        ranks=tuple(one.rank for one in failed[:NAMED]),
         certainty=Certainty.GUESS,
         exit_code=first.exit_code,
         traceback=first.error.traceback if first.error else "",
@@ -147,10 +308,22 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
         if cause := REFUSAL_CAUSES.get(refusal.why):
             code = 127 if refusal.why == "command_not_found" else 1
             return Diagnosis(
-                cause, f"{refusal.node}: {refusal.because}", nodes=(refusal.node,), certainty=Certainty.CERTAIN, exit_code=code
+                cause,
+                f"{refusal.node}: {refusal.because}",
+                nodes=(refusal.node,),
+                certainty=Certainty.CERTAIN,
+                exit_code=code,
+                # Nothing was started, and nothing would be by asking again.
+                do_not_restart=cause is Cause.USER_INPUT,
             )
     first = fault.refusals[0]
     return Diagnosis(Cause.PLATFORM, f"{first.node} refused to launch: {first.because}", certainty=Certainty.CERTAIN)
+
+
+def _is_echo(observation: RankExited, known: _Readers) -> bool:
+    """Whether a rank's last words say that it failed because a peer did, and nothing in them names a fault of its own."""
+    words = known.log(_last_words(observation))
+    return any(word.role is Role.CASCADE for word in words) and not any(word.role is Role.ROOT for word in words)
 
 
 def _last_words(observation: RankExited) -> tuple[str, ...]:
@@ -158,6 +331,22 @@ def _last_words(observation: RankExited) -> tuple[str, ...]:
     if observation.error:
         return (observation.error.message,)
     return tuple(line for line in observation.log_tail if line.strip())[-3:]
+
+
+def _all_words(observation: RankExited) -> tuple[str, ...]:
+    """The error's message first: the log may hold what other libraries said long before."""
+    if observation.error:
+        return (observation.error.message, *observation.log_tail)
+    return observation.log_tail
+
+
+def _exit_code(one: RankExited) -> int:
+    """As a shell would report it."""
+    return 128 + one.signal if one.signal is not None else one.exit_code if one.exit_code is not None else 1
+
+
+def _more(count: int) -> str:
+    return f" ({count} more failed)" if count > 0 else ""
 
 
 def _first_words(observations: tuple[Observation, ...]) -> str:

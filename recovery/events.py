@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from recovery.model import Slot
-from recovery.policy import Policy
+from recovery.model import ExaminedNode, Slot
+from recovery.policy import Policy, Strategy
 
 # --- observations: what the agents saw ---------------------------------------------------------------------------------
 
@@ -40,6 +40,12 @@ class RankExited:
     error_unreadable: str | None = None
     """Why an error file that exists could not be read."""
     log_tail: tuple[str, ...] = ()
+    kernel: tuple[str, ...] = ()
+    """Lines of the node's kernel log since the generation began that are evidence, the oldest first; none for a rank that was stopped."""
+    kernel_unreadable: str | None = None
+    """Why that log, or a part of it, was not read: what is not in `kernel` may be in the log."""
+    pid: int | None = None
+    """By which the kernel names it."""
     kind: Literal["RankExited"] = "RankExited"
 
     @property
@@ -66,6 +72,9 @@ class RanksVanished:
     at: datetime
     because: str
     rebooted: bool = False
+    kernel: tuple[str, ...] = ()
+    kernel_unreadable: str | None = None
+    """Both as in RankExited."""
     kind: Literal["RanksVanished"] = "RanksVanished"
 
 
@@ -231,9 +240,29 @@ class RanksStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class NodesExamined:
+    generation: int
+    examined: tuple[ExaminedNode, ...]
+    """One per suspect that was asked about; one that did not answer is there with the verdict UNKNOWN."""
+    kind: Literal["NodesExamined"] = "NodesExamined"
+
+
+@dataclass(frozen=True, slots=True)
+class RepairEnded:
+    generation: int
+    strategy: Strategy
+    nodes: tuple[str, ...]
+    outcome: Literal["done", "refused", "ambiguous"]
+    because: str
+    kind: Literal["RepairEnded"] = "RepairEnded"
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlinePassed:
     """The declared end of a wait (`Wait.until`)."""
 
+    due: datetime | None = None
+    """Of which wait: its end and an answer may come in one moment. None: of whichever there is."""
     kind: Literal["DeadlinePassed"] = "DeadlinePassed"
 
 
@@ -302,6 +331,8 @@ Event = Annotated[
     | ProgressSeen
     | StepReached
     | RanksStopped
+    | NodesExamined
+    | RepairEnded
     | DeadlinePassed
     | CancelRequested
     | RetryRequested

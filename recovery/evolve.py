@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from recovery.causes import OWN_CAUSES, Cause
-from recovery.decide import is_stale
+from recovery.decide import answers, is_echo, is_stale
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
     CancelRequested,
@@ -21,6 +21,7 @@ from recovery.events import (
     NodeDeclaredDead,
     NodeReturned,
     NodesAcquired,
+    NodesExamined,
     NodeUnreachable,
     PolicyChanged,
     ProgressSeen,
@@ -28,8 +29,10 @@ from recovery.events import (
     RanksHung,
     RanksStopped,
     RanksSucceeded,
+    RepairEnded,
     StepReached,
 )
+from recovery.evidence import Verdict
 from recovery.fencing import may_leave_lost_behind
 from recovery.model import (
     Ask,
@@ -37,29 +40,34 @@ from recovery.model import (
     Decision,
     DecisionRecord,
     Diagnosis,
+    Examine,
+    ExaminedNode,
     Ignore,
     Incident,
     JobState,
     LostNode,
     Next,
     Phase,
+    PolicyChange,
     Progress,
+    Recovering,
     Relaunch,
+    Repair,
     Stop,
     Try,
     Wait,
 )
+from recovery.policy import KEPT_TRIES, Policy
 from recovery.spec import duration
 
 KEPT_DECISIONS = 40
 """Of one incident; a loop of relaunches must not fill the state."""
-KEPT_TRIES = 200
 KEPT_NOTICES = 5
 
 
 def absorb(job: JobState, event: Event, now: datetime) -> JobState:
     """Take in what an event says, before anything is decided about it."""
-    if is_stale(job, event) or job.phase.is_final:
+    if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
         return job
     match event:
         case NodesAcquired():
@@ -70,6 +78,17 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             nodes = tuple(slot.node for slot in job.slots)
             incident = replace(job.incident, stopped=event.stopped_at, launched=event.started_at) if job.incident else None
             return replace(job, maybe_alive=nodes, lost=(), launched_at=event.started_at, incident=incident)
+        case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
+            return replace(job, recovering=replace(job.recovering, examined=event.examined))
+        case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
+            late = f"no answer within {duration(job.policy.timeouts.examination)}"
+            nodes = job.recovering.fault.nodes or tuple(slot.node for slot in job.slots)
+            examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, late) for node in nodes)
+            return replace(job, recovering=replace(job.recovering, examined=examined))
+        case RepairEnded() if event.outcome != "done" and answers(job, event):
+            return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.because}")
+        case DeadlinePassed() if job.phase is Phase.REPAIRING:
+            return _repair_failed(job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}")
         case LaunchFailed():
             return _absorb_failed_launch(job, event, now)
         case FaultObserved() | RanksHung() | LaunchRefused():
@@ -80,8 +99,14 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _open(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
         case NodeReturned():
             job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
-            stopped_nothing = job.incident is not None and all(d.decision in ("Wait", "Ask") for d in job.incident.decisions)
-            return _close(job, now, f"{event.node} came back by itself, nothing was stopped") if stopped_nothing and not job.lost else job
+            if (
+                job.incident is None
+                or job.owed is not None
+                or job.lost
+                or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions)
+            ):
+                return job
+            return _close(job, now, f"{event.node} came back by itself, nothing was stopped")
         case ProgressSeen():
             if job.progress is None or event.step > job.progress.step:
                 job = replace(job, progress=Progress(event.step, event.at))
@@ -90,7 +115,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case StepReached():
             return _pass(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
-            return _renew(_close(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
+            return _progressed(_close(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
         case RanksSucceeded():
             return replace(_close(job, now, "all ranks exited with 0"), maybe_alive=(), lost=())
         case RanksStopped():
@@ -111,7 +136,11 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _notice(job, f"{event.by or 'a person'} declared {event.node} dead" + (f": {event.because}" if event.because else ""))
         case PolicyChanged():
             who = event.by or "a person"
-            return _notice(replace(job, policy=event.policy), f"policy changed by {who}" + (f": {event.because}" if event.because else ""))
+            keys = changed_keys(job.policy, event.policy)
+            changes = (*job.policy_changes, PolicyChange(now, who, event.because, keys))[-KEPT_NOTICES:]
+            job = replace(job, policy=event.policy, policy_changes=changes)
+            what = ", ".join(keys) or "nothing"
+            return _notice(job, f"{who} changed the policy ({what})" + (f": {event.because}" if event.because else ""))
         case IncidentsArchived():
             return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
         case MessageRejected():
@@ -131,11 +160,10 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
         case Relaunch():
             known = {avoided.node for avoided in job.avoided}
             avoided = (*job.avoided, *(Avoided(node, decision.because, now) for node in decision.avoid if node not in known))
-            tries = job.tries
             if decision.renew_budgets:
-                job, tries = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0), ()
-            if decision.strategy is not None and decision.cause is not None:
-                tries = (*tries, Try(now, decision.cause, decision.strategy, decision.spent))[-KEPT_TRIES:]
+                job = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
+            if decision.take is not None:
+                job = _take(job, decision.take)
             furthest = job.furthest_step
             if job.progress is not None:
                 furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
@@ -146,11 +174,29 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
                 because=decision.because,
                 next=Next(f"generation {decision.generation} is launched"),
                 avoided=avoided,
-                tries=tries,
-                restarts_spent=job.restarts_spent + decision.spent,
                 furthest_step=furthest,
                 progress=None,
                 launched_at=None,
+                owed=None,
+                recovering=None,
+            )
+        case Examine():
+            return replace(
+                job,
+                phase=Phase.EXAMINING,
+                because=decision.because,
+                next=Next(decision.next, decision.until),
+                recovering=_recovering(job, decision.fault),
+                owed=None,
+            )
+        case Repair():
+            on = f" gpu {', '.join(decision.gpus)}" if decision.gpus else ""
+            return replace(
+                _take(job, decision.take),
+                phase=Phase.REPAIRING,
+                because=decision.because,
+                next=Next(f"{decision.strategy} of {', '.join(decision.nodes[:4])}{on}, then a new generation", decision.until),
+                recovering=_recovering(job, decision.fault),
                 owed=None,
             )
         case Wait():
@@ -173,6 +219,15 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
                 ending=decision,
                 exit_code=decision.exit_code,
             )
+
+
+def _take(job: JobState, take: Try) -> JobState:
+    return replace(job, tries=(*job.tries, take)[-KEPT_TRIES:], restarts_spent=job.restarts_spent + take.spent)
+
+
+def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
+    """What was learned about this fault stays; the first question about it begins anew."""
+    return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault)
 
 
 def finish(job: JobState, now: datetime) -> JobState:
@@ -200,6 +255,7 @@ def resubmit(
         slots=(),
         lost=(),
         owed=None,
+        recovering=None,
         avoided=(*previous.avoided, *(Avoided(node, f"asked for by {submitted_by}", now) for node in avoid if node not in known)),
         progress=None,
         launched_at=None,
@@ -213,6 +269,7 @@ def resubmit(
 
 def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     diagnosis = diagnose(job, fault)
+    job = replace(job, recovering=None)
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
         silent = tuple(LostNode(node, now - age, "no answer") for node, age in fault.silent if node not in known)
@@ -220,10 +277,19 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step
         job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)
-    if job.lost and not may_leave_lost_behind(job):
+    if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
+        # A gang that stands still goes on when its lost node does; a rank that failed has failed.
         job = replace(job, owed=diagnose(replace(job, lost=()), fault))
     opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
     return _open(job, diagnosis, opened, now)
+
+
+def _repair_failed(job: JobState, because: str) -> JobState:
+    """The rung is passed over from now on, for this fault; its try stays spent."""
+    if job.recovering is None or not job.tries:
+        return job
+    fault = replace(job.recovering.fault, because=f"{job.recovering.fault.because}; {because}")
+    return replace(job, recovering=replace(job.recovering, fault=fault, failed=(*job.recovering.failed, job.tries[-1].rung)))
 
 
 def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> JobState:
@@ -275,11 +341,12 @@ def _close(job: JobState, at: datetime, outcome: str) -> JobState:
 def _pass(job: JobState, event: ProgressSeen | StepReached, now: datetime) -> JobState:
     if job.report_at_step is None or event.step < job.report_at_step:
         return job
-    return _renew(_close(job, event.at, f"training passed step {event.step - 1}"), now)
+    return _progressed(_close(job, event.at, f"training passed step {event.step - 1}"), now)
 
 
-def _renew(job: JobState, now: datetime) -> JobState:
-    return replace(job, restarts_spent=0, renewed_at=now, flat_generations=0)
+def _progressed(job: JobState, now: datetime) -> JobState:
+    job = replace(job, progressed_at=now, flat_generations=0)
+    return job if job.policy.renewal == "never" else replace(job, restarts_spent=0, renewed_at=now)
 
 
 def _record(job: JobState, decision: Decision, now: datetime) -> JobState:
@@ -288,12 +355,29 @@ def _record(job: JobState, decision: Decision, now: datetime) -> JobState:
     incident = job.incident
     if isinstance(decision, Wait) and decision.phase in (Phase.LAUNCHING, Phase.RUNNING):
         return job  # what follows from a decision already written down
-    strategy = decision.strategy if isinstance(decision, Relaunch) else None
-    record = DecisionRecord(now, decision.kind, strategy, decision.because, isinstance(decision, Relaunch) and decision.spent)
+    strategy, spent, left = None, False, ""
+    if isinstance(decision, Relaunch | Repair):
+        strategy, spent, left = decision.strategy, decision.spent, decision.left
+    record = DecisionRecord(now, decision.kind, strategy, decision.because, spent, left)
     decisions, dropped = (*incident.decisions, record), incident.dropped_decisions
     if len(decisions) > KEPT_DECISIONS:
         decisions, dropped = (*decisions[: KEPT_DECISIONS // 2], *decisions[-(KEPT_DECISIONS // 2) + 1 :]), dropped + 2
     return replace(job, incident=replace(incident, decisions=decisions, dropped_decisions=dropped, decided=incident.decided or now))
+
+
+def changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:
+    """What differs between two policies, as paths of at most two parts: `causes.HANG`, `timeouts.lost_after`."""
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    keys = []
+    for key in sorted(old):
+        if old[key] == new[key]:
+            continue
+        if isinstance(old[key], dict) and isinstance(new[key], dict):
+            inner = sorted(old[key] | new[key])
+            keys += [f"{key}.{name}" for name in inner if old[key].get(name) != new[key].get(name)]
+        else:
+            keys.append(key)
+    return tuple(keys)
 
 
 def _notice(job: JobState, text: str) -> JobState:

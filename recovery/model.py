@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from recovery.causes import Cause
+from recovery.evidence import Verdict
 from recovery.policy import Policy, Strategy
 from recovery.spec import JobSpec
 
@@ -65,7 +66,11 @@ class Diagnosis:
     because: str
     nodes: tuple[str, ...] = ()
     """Suspects, the most likely first."""
+    gpus: tuple[str, ...] = ()
+    """Suspects on the first of `nodes`, as the kernel names them: `0000:05:00`."""
     ranks: tuple[int, ...] = ()
+    code: str = ""
+    """What rungs and budgets can name: `Xid 79`, `exit 1`, `SIGSEGV`, `log cuda_oom`; empty where the fault has none."""
     certainty: Certainty = Certainty.LIKELY
     exit_code: int | None = None
     """What the job's own exit code would be: 0 to 255, 128 + signal for a signal (the shell's rule)."""
@@ -73,6 +78,22 @@ class Diagnosis:
     """The rank itself said so (exit code 93, as NVIDIA's resiliency extension defines it)."""
     traceback: str = ""
     """Of the root cause, as the rank wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One use of a rung: what budgets count."""
+
+    at: datetime
+    cause: Cause
+    strategy: Strategy
+    rung: str
+    """`Rung.label`: a ladder may have one strategy on several rungs."""
+    spent: bool
+    """It took one of the job's `max_restarts`."""
+    nodes: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    code: str = ""
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------------
@@ -86,9 +107,10 @@ class Relaunch:
     because: str
     strategy: Strategy | None = None
     """None: not a rung of a ladder (the first launch, a person's retry, a node that has seen a newer token)."""
-    cause: Cause | None = None
-    spent: bool = False
-    """One of the job's own restarts."""
+    take: Try | None = None
+    """The rung's try, reserved before anything is done."""
+    left: str = ""
+    """What remains of the budgets after it, a clause."""
     without: tuple[str, ...] = ()
     """Nodes this generation does not use."""
     avoid: tuple[str, ...] = ()
@@ -98,6 +120,50 @@ class Relaunch:
     delay: timedelta = timedelta(0)
     renew_budgets: bool = False
     kind: Literal["Relaunch"] = "Relaunch"
+
+    @property
+    def cause(self) -> Cause | None:
+        return self.take.cause if self.take else None
+
+    @property
+    def spent(self) -> bool:
+        """One of the job's own restarts."""
+        return self.take is not None and self.take.spent
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Stop the ranks, which hold the GPUs, and examine the suspects; what to do depends on their verdict."""
+
+    nodes: tuple[str, ...]
+    fault: Diagnosis
+    because: str
+    next: str
+    until: datetime
+    """When its verdict counts as unknown."""
+    kind: Literal["Examine"] = "Examine"
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Stop the ranks, then change a node; launch again only when that is proven done."""
+
+    strategy: Strategy
+    """RESET_GPU or REBOOT_NODE."""
+    nodes: tuple[str, ...]
+    gpus: tuple[str, ...]
+    """On the first of `nodes`; empty: all of them."""
+    fault: Diagnosis
+    because: str
+    take: Try
+    left: str
+    until: datetime
+    """When it counts as failed."""
+    kind: Literal["Repair"] = "Repair"
+
+    @property
+    def spent(self) -> bool:
+        return self.take.spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +203,7 @@ class Ignore:
     kind: Literal["Ignore"] = "Ignore"
 
 
-Decision = Annotated[Relaunch | Wait | Ask | Stop | Ignore, Field(discriminator="kind")]
+Decision = Annotated[Relaunch | Examine | Repair | Wait | Ask | Stop | Ignore, Field(discriminator="kind")]
 
 
 # --- what a job remembers ---------------------------------------------------------------------------------------------------
@@ -170,17 +236,6 @@ class Avoided:
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
-    """One use of a rung."""
-
-    at: datetime
-    cause: Cause
-    strategy: Strategy
-    spent: bool
-    nodes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     step: int
     """The step that every reporting rank has reached."""
@@ -194,6 +249,8 @@ class DecisionRecord:
     strategy: str | None
     because: str
     spent: bool
+    left: str = ""
+    """What remained of the budgets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +288,43 @@ class Next:
 
 
 @dataclass(frozen=True, slots=True)
+class ExaminedNode:
+    node: str
+    verdict: Verdict
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovering:
+    """What is known about a fault while its suspects are examined or repaired."""
+
+    fault: Diagnosis
+    examined: tuple[ExaminedNode, ...] | None = None
+    """None: not examined since the fault."""
+    failed: tuple[str, ...] = ()
+    """Rungs (`Rung.label`) whose repair did not succeed; their tries are spent, and the ladder goes on above them."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """One unhealthy suspect is enough; healthy are they only all together."""
+        if self.examined is None:
+            return None
+        verdicts = {one.verdict for one in self.examined}
+        if Verdict.UNHEALTHY in verdicts:
+            return Verdict.UNHEALTHY
+        return Verdict.HEALTHY if verdicts == {Verdict.HEALTHY} else Verdict.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    at: datetime
+    by: str
+    because: str
+    keys: tuple[str, ...]
+    """What was changed, as paths such as `causes.HANG` or `timeouts.lost_after`."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """Everything a job knows about itself. It survives continue-as-new, and `retry` of a closed job starts from it."""
 
@@ -252,12 +346,17 @@ class JobState:
     lost: tuple[LostNode, ...] = ()
     owed: Diagnosis | None = None
     """A fault that waits for a lost node, because nothing can be launched while that one may go on."""
+    recovering: Recovering | None = None
+    """From the decision to examine or to repair until the next launch is decided."""
     avoided: tuple[Avoided, ...] = ()
     tries: tuple[Try, ...] = ()
-    """Newest last; those before `renewed_at` count no more, and only windowed rungs look at them."""
+    """Newest last. Which of them count is each rung's matter."""
     restarts_spent: int = 0
     """Of `max_restarts`, since the budgets were renewed."""
     renewed_at: datetime | None = None
+    """When the budgets were given back: by progress, where the policy says so, or by a person."""
+    progressed_at: datetime | None = None
+    """When training last passed the step it had reached before a fault."""
     flat_generations: int = 0
     """Generations in a row that ended by a fault of the job's own, with known progress that did not pass `furthest_step`."""
     furthest_step: int | None = None
@@ -269,6 +368,8 @@ class JobState:
     incidents: tuple[Incident, ...] = ()
     """Closed ones that are not archived, oldest first."""
     incidents_archived: int = 0
+    policy_changes: tuple[PolicyChange, ...] = ()
+    """The newest few: who changed the policy of the running job, and why."""
     notices: tuple[str, ...] = ()
     """What people should see that is no decision, such as a signal that could not be understood; the newest few."""
     ending: Stop | None = None

@@ -52,19 +52,20 @@ def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[
     )
 
 
-def seat(slots: tuple[Slot, ...], nodes: tuple[tuple[str, str], ...]) -> tuple[Slot, ...]:
+def seat(slots: tuple[Slot, ...], nodes: tuple[tuple[str, str], ...], *, anew: bool = False) -> tuple[Slot, ...]:
     """Count who sits where: the same node in its place is started once more, another one is scheduled there.
 
     Args:
         slots: the places as they were, empty before the first launch.
         nodes: (name, address) by group rank, for the next launch.
+        anew: All places are given anew, so that a node which is given its place again counts as another one.
     """
     seated = []
     for index, (name, address) in enumerate(nodes):
         before = slots[index] if index < len(slots) else None
         if before is None:
             seated.append(Slot(name, address, scheduled=1, started=1))
-        elif before.node == name:
+        elif before.node == name and not anew:
             seated.append(Slot(name, address, before.scheduled, before.started + 1))
         else:
             seated.append(Slot(name, address, before.scheduled + 1, 1))

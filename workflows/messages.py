@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from recovery.events import CancelRequested, Event, MessageRejected, NodeDeclaredDead, RetryRequested
 from recovery.model import Incident, JobState, Phase
-from recovery.policy import Policy
+from recovery.policy import Policy, resolve
 from recovery.spec import JobSpec, Name, Strict
 
 TASK_QUEUE = "relaunch"
@@ -105,7 +105,13 @@ def report_event(raw: Any) -> Event:
 
 
 def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
-    """Lay keys over a policy: mappings key by key, a cause's ladder as a whole."""
+    """Lay keys over a policy: mappings key by key, a cause's ladder as a whole. With `extends` they stand over that preset alone.
+
+    Raises:
+        ValueError: the policy that this would make cannot hold together.
+    """
+    if "extends" in changes:
+        return resolve(changes)
     merged = policy.model_dump(mode="json")
     for key, value in changes.items():
         below = merged.get(key)

@@ -12,6 +12,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 from temporalio.workflow import ActivityCancellationType
 
 with workflow.unsafe.imports_passed_through():
+    from activities.gang import WatchRanksInput, WatchReport
     from activities.job import (
         AcquireNodesInput,
         AcquireNodesOutput,
@@ -23,7 +24,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from activities.records import ArchiveIncidentsInput, RecordActivities
     from activities.stopping import StopRanksInput
-    from activities.watch import WatchActivities, WatchRanksInput, WatchReport, beat_interval
+    from activities.watch import WatchActivities, beat_interval
     from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, RanksStopped
     from recovery.fencing import fences
     from recovery.model import Incident, JobState, Relaunch, Slot, Token

@@ -7,9 +7,8 @@ from typing import Any
 
 from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
-from recovery.decide import tries_used
+from recovery.ladder import used_budgets
 from recovery.model import JobState, Phase
-from recovery.policy import Strategy
 from recovery.spec import duration
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
@@ -72,14 +71,12 @@ def current_details(job: JobState, now: datetime) -> str:
     # Lists, not tables: the web UI sets the cells of a table without any space between them.
     lines += ["### Budgets", "", f"- the job's own restarts: {job.restarts_spent} of {job.policy.max_restarts} spent"]
     lines += [f"- generations without progress: {job.flat_generations} of {job.policy.no_progress_stop}"]
-    for cause, ladder in sorted(job.policy.causes.items()):
-        for rung in ladder:
-            used = tries_used(job, cause, rung, now)
-            if used and rung.strategy not in (Strategy.FAIL, Strategy.ASK):
-                window = f" in {duration(rung.window)}" if rung.window else ""
-                lines += [
-                    f"- {rung.strategy} for {cause}: {used} of {rung.tries if rung.tries is not None else 'any number'} tries used{window}"
-                ]
+    for budget in used_budgets(job, now):
+        rung = budget.rung
+        window = f" in {duration(rung.window)}" if rung.window else ""
+        where = f" on {budget.where}" if budget.where else ""
+        tries = rung.tries if rung.tries is not None else "any number"
+        lines += [f"- {rung.label} for {budget.cause}{where}: {budget.used} of {tries} tries used{window}"]
     lines += [""]
     if job.incident is not None:
         incident = job.incident

@@ -17,7 +17,7 @@ from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_
 with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
-    from activities.watch import WatchReport
+    from activities.gang import WatchReport
     from recovery.decide import decide
     from recovery.events import (
         CancelRequested,
@@ -27,14 +27,17 @@ with workflow.unsafe.imports_passed_through():
         MessageRejected,
         NodeDeclaredDead,
         NodesAcquired,
+        NodesExamined,
         NodesMissing,
         PolicyChanged,
         RanksFound,
         RanksSucceeded,
+        RepairEnded,
         Submitted,
     )
+    from recovery.evidence import Verdict
     from recovery.evolve import absorb, evolve, finish, resubmit
-    from recovery.model import Ask, Decision, Ignore, JobState, Phase, Relaunch, Stop, Wait
+    from recovery.model import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
     from recovery.ranks import seat
     from workflows import orders
     from workflows.messages import (
@@ -154,6 +157,10 @@ class TrainingJob:
                 self._set_deadline(None)
                 self._stop_watching()
                 self._replace_act(lambda: self._stop(once=decision.phase is Phase.SUCCEEDED))
+            case Examine() | Repair():
+                self._set_deadline(decision.until)
+                self._stop_watching()
+                self._replace_act(lambda: self._look_after(decision))
             case Ask():
                 self._set_deadline(self._job.next.at)
                 if self._job.lost:
@@ -211,7 +218,7 @@ class TrainingJob:
             self._inbox.append(gone)
             if superseded():
                 return
-        slots = seat(self._job.slots, places)
+        slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
         self._inbox.append(NodesAcquired(slots))
         token = replace(self._job.token, generation=decision.generation)
         self._inbox.append(await orders.launch(self._job, token, slots))
@@ -270,6 +277,22 @@ class TrainingJob:
         for watch in self._watches.values():
             watch.cancel()
         self._watches, self._after_seq, self._exited = {}, {}, {}
+
+    # --- examining and repairing
+
+    async def _look_after(self, decision: Examine | Repair) -> None:
+        """Free the GPUs, which an examination and a repair both need, then have it done."""
+        generation = self._job.generation
+        if self._job.maybe_alive:
+            what = "examining" if isinstance(decision, Examine) else decision.strategy
+            gone = await orders.prove_gone(self._job, generation, self._job.maybe_alive, f"stop generation {generation} before {what}")
+            self._inbox.append(gone)
+        if isinstance(decision, Examine):
+            why = "relaunch cannot examine nodes yet"
+            self._inbox.append(NodesExamined(generation, tuple(ExaminedNode(n, Verdict.UNKNOWN, why) for n in decision.nodes)))
+        else:
+            why = "relaunch cannot repair nodes yet"
+            self._inbox.append(RepairEnded(generation, decision.strategy, decision.nodes, "refused", why))
 
     # --- stopping
 
@@ -360,7 +383,7 @@ class TrainingJob:
         await workflow.sleep(max(0.0, (until - workflow.now()).total_seconds()), summary=summary)
         if self._deadline == until:
             self._deadline = None
-            self._inbox.append(DeadlinePassed())
+            self._inbox.append(DeadlinePassed(until))
 
     # --- what people send: anything at all may arrive, nothing raises
 
@@ -395,6 +418,8 @@ class TrainingJob:
             overlay(self._job.policy, changed.policy)
         except ValidationError as error:
             raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
+        except ValueError as error:
+            raise ApplicationError(str(error), type="BadInput", non_retryable=True) from None
         if not changed.policy:
             raise ApplicationError("policy: missing, expected the keys to change", type="BadInput", non_retryable=True)
 

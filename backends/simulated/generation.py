@@ -153,10 +153,19 @@ class Generation:
             return dict(observation)
         evidence = self.evidence.get(observation["seq"])
         if evidence is None:
-            return {**observation, "error": None, "log_tail": []}
+            return {**observation, "error": None, "log_tail": [], "kernel": [], "kernel_unreadable": None}
         printed = self.ranks[observation["rank"]].log(self.node.clock.time()).decode().splitlines()
         tail = list(evidence.log_tail) or printed
-        return {**observation, "error": evidence.error, "log_tail": tail[-40:]}
+        if not tail and evidence.exit_code and evidence.signal is None and evidence.error is None:
+            tail = ["ValueError: so the script says"]
+        explained = not observation["stopped"] and observation["exit_code"] != 0
+        return {
+            **observation,
+            "error": evidence.error,
+            "log_tail": tail[-40:],
+            "kernel": list(evidence.kernel[-20:]) if explained else [],
+            "kernel_unreadable": evidence.kernel_unreadable if explained else None,
+        }
 
     # --- what happens ---
 
@@ -182,7 +191,7 @@ class Generation:
             return
         rebooted = self.boot != self.node.boot
         because = "the node rebooted" if rebooted else "the keeper and its supervisor died"
-        self._observe("RanksVanished", because=because, rebooted=rebooted)
+        self._observe("RanksVanished", because=because, rebooted=rebooted, kernel=[], kernel_unreadable=None)
 
     def wanted(self) -> None:
         self._wanted_at = self.node.clock.time()
@@ -210,7 +219,7 @@ class Generation:
         for after, together in sorted(exits.items(), key=lambda entry: entry[0]):
             self._later(after, lambda together=together: self._ranks_exit(together))
         for death in script.of(KeeperDies, generation, name):
-            self._later(death.after, self._keeper_dies)
+            self._later(death.after, lambda death=death: self._keeper_dies(death))
 
     def _meant(self, rank: int | None) -> list[Rank]:
         return list(self.ranks.values()) if rank is None else [self.ranks[rank]] if rank in self.ranks else []
@@ -231,11 +240,11 @@ class Generation:
         if self.state == "running" and (failed or not self.alive()):
             self._begin_stop(self.order.stop_grace)
 
-    def _keeper_dies(self) -> None:
+    def _keeper_dies(self, death: KeeperDies) -> None:
         if self.state in ("running", "stopping"):
             for rank in self.alive():
                 self._end(self.ranks[rank], "the keeper died")
-            self._observe("KeeperDied", because="the keeper was killed")
+            self._observe("KeeperDied", because="the keeper was killed", kernel=list(death.kernel), kernel_unreadable=None)
             self.leave()
 
     def _exit(self, one: Rank, code: int | None, signal: int | None, evidence: Exit | None = None) -> None:

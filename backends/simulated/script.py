@@ -37,6 +37,10 @@ class Exit(_MatchesRank):
     error: Mapping[str, Any] | None = None
     """What it wrote into its error file; `error_file` makes one."""
     log_tail: tuple[str, ...] = ()
+    """Where nothing is given or printed, a rank that exits with a code has said that the script says so."""
+    kernel: tuple[str, ...] = ()
+    """What the node's kernel had said by then. Told only where the rank failed and nobody had begun to stop it."""
+    kernel_unreadable: str | None = None
     after: float = 0.0
 
 
@@ -96,6 +100,7 @@ class Reboot(_Matches):
 class KeeperDies(_Matches):
     """The keeper is killed, and its ranks with it."""
 
+    kernel: tuple[str, ...] = ()
     after: float = 0.0
 
 

@@ -11,8 +11,9 @@ from typing import Any, cast
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
+from activities.gang import WatchRanksInput, WatchReport
 from activities.job import JobActivities, LaunchRanksInput
-from activities.watch import WatchActivities, WatchRanksInput, WatchReport
+from activities.watch import WatchActivities
 from backends.simulated import Script, SimulatedBackend
 from recovery.model import Slot, Token
 from recovery.policy import HangLimits, Timeouts

@@ -10,7 +10,8 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.watch import Superseded, WatchHeartbeat
+from activities.gang import WatchHeartbeat
+from activities.watch import Superseded
 from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, error_file
 from recovery.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RankExited, RanksHung, RanksVanished, StepReached
 from recovery.hang import Pace

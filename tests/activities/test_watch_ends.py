@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.watch import WatchActivities, WatchRanksInput
+from activities.gang import WatchRanksInput
+from activities.watch import WatchActivities
 from recovery.model import Token
 from recovery.policy import HangLimits, Timeouts
 

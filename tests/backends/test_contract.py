@@ -177,6 +177,8 @@ async def test_a_rank_that_exits_is_seen_and_takes_its_neighbours_with_it(make: 
     assert (seen[0]["local_rank"], seen[0]["pid"]) == (0, started.pids[0])
     assert (seen[1]["exit_code"], seen[1]["signal"], seen[1]["stopped"]) == (None, 15, True)
     assert seen[1]["log_tail"] == []
+    assert isinstance(seen[0]["kernel"], list)  # what it holds is this machine's
+    assert (seen[1]["kernel"], seen[1]["kernel_unreadable"]) == ([], None)
 
 
 async def test_a_rank_that_a_signal_ends_is_seen_with_the_signal(make: Make) -> None:

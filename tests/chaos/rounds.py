@@ -87,6 +87,8 @@ class Round:
     staged: Tries = NOTHING
     cut_off: list[str] = field(default_factory=list)
     """Nodes cut by the staging."""
+    cuts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What each node is cut off from."""
     absent: list[asyncio.Task[None]] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -214,12 +216,15 @@ class Round:
 
     def _cut(self, node: str, how: str) -> None:
         freeze = how == "cut both" and self.random.random() < 0.5
-        cut(self.world.node(node), CUTS[how], freeze_ranks=freeze)
+        # A second cut comes on top of the first; `cut` by itself says what is cut from now on.
+        self.cuts[node] = tuple(dict.fromkeys((*self.cuts.get(node, ()), *CUTS[how])))
+        cut(self.world.node(node), self.cuts[node], freeze_ranks=freeze)
         self.note(f"{how} on {node}" + (", its ranks frozen" if freeze else ""))
 
     def _heal(self, *nodes: str) -> None:
         for node in nodes:
             heal(self.world.node(node))
+            self.cuts.pop(node, None)
         self.note(f"healed {', '.join(nodes)}")
 
     # --- leading it to its end

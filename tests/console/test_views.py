@@ -54,16 +54,27 @@ def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
 
 
 def test_budgets_count_only_tries_that_still_count() -> None:
-    old = Try(T0 - timedelta(hours=30), Cause.NODE_LOST, Strategy.REPLACE_NODE, False)
+    old = Try(T0 - timedelta(hours=30), Cause.NODE_LOST, Strategy.REPLACE_NODE, "REPLACE_NODE", False)
     tries = (
         old,
-        *(Try(T0, cause, s, True) for cause, s in [(Cause.NODE_LOST, Strategy.REPLACE_NODE), (Cause.HANG, Strategy.RESTART_IN_PLACE)]),
+        *(
+            Try(T0, cause, s, s.value, True)
+            for cause, s in [(Cause.NODE_LOST, Strategy.REPLACE_NODE), (Cause.HANG, Strategy.RESTART_IN_PLACE)]
+        ),
     )
     view = budgets(job_state(tries=tries, restarts_spent=2, flat_generations=1), T0 + timedelta(minutes=1))
     assert view["max_restarts"] == {"spent": 2, "limit": 8}
     assert view["no_progress"] == {"spent": 1, "limit": 3}
     assert view["causes"].keys() == {"NODE_LOST", "HANG"}
-    assert view["causes"]["NODE_LOST"][0] == {"strategy": "REPLACE_NODE", "used": 1, "allowed": 6, "window": 86400.0}
+    assert view["causes"]["NODE_LOST"][0] == {
+        "strategy": "REPLACE_NODE",
+        "when": [],
+        "codes": [],
+        "used": 1,
+        "allowed": 6,
+        "by": {},
+        "window": 86400.0,
+    }
     assert view["causes"]["NODE_LOST"][1]["allowed"] is None
 
 

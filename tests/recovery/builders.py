@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
+from recovery.causes import Cause
 from recovery.decide import decide
-from recovery.events import Event, FaultObserved, Launched, NodesAcquired, RankError, RankExited, Submitted
+from recovery.events import (
+    Event,
+    FaultObserved,
+    Launched,
+    LaunchFailed,
+    LaunchRefused,
+    NodeReturned,
+    NodesAcquired,
+    NodesExamined,
+    NodesMissing,
+    NodeUnreachable,
+    RankError,
+    RankExited,
+    RanksHung,
+    RepairEnded,
+    Submitted,
+)
+from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve
-from recovery.model import Decision, JobState, Phase, Slot
+from recovery.ladder import climb
+from recovery.model import (
+    Ask,
+    Decision,
+    Diagnosis,
+    Examine,
+    ExaminedNode,
+    Ignore,
+    JobState,
+    Phase,
+    Recovering,
+    Relaunch,
+    Repair,
+    Slot,
+    Stop,
+)
 from recovery.policy import Policy, preset, resolve
 from recovery.spec import JobSpec
 
@@ -75,3 +109,113 @@ def error(message: str = "RuntimeError: boom", timestamp: float | None = 1.0) ->
 
 def fault(job: JobState, *observations: RankExited, seconds: float = 0.0) -> FaultObserved:
     return FaultObserved(job.generation, observations, 0, at(seconds))
+
+
+# --- walks: many turns, each with what was decided as one line ------------------------------------------------------------------
+
+Turn = tuple[Callable[[JobState], Event], str]
+"""An event made for the job as it is by then, and what must be decided, as `told` writes it."""
+
+
+def told(decision: Decision) -> str:
+    """A decision as one line of a table: what is done, to whom, who is left out, who is avoided from now on."""
+    match decision:
+        case Relaunch():
+            text = str(decision.strategy or "LAUNCH")
+            text += f" without {' '.join(decision.without)}" if decision.without else ""
+            return text + (f" avoiding {' '.join(decision.avoid)}" if decision.avoid else "")
+        case Examine():
+            return f"EXAMINE {' '.join(decision.nodes)}"
+        case Repair():
+            return " ".join((decision.strategy, *decision.nodes, *decision.gpus))
+        case Stop():
+            return f"{decision.phase} {decision.exit_code}"
+        case Ask():
+            return "ASK"
+        case Ignore():
+            return "IGNORE"
+        case _:
+            return f"WAIT {decision.phase}"
+
+
+def walk(job: JobState, *turns: Turn, now: datetime = T0) -> JobState:
+    """Play the turns and compare each decision; a launch that was decided upon goes well, unless the next turn is about it."""
+    for number, (make, expected) in enumerate(turns, start=1):
+        event = make(job)
+        if job.phase is Phase.LAUNCHING and not isinstance(event, LaunchFailed | LaunchRefused | NodesMissing | NodesAcquired | Launched):
+            job = relaunched(job, now)
+        job, decision = step(job, event, now)
+        assert told(decision) == expected, f"turn {number}: {decision}"
+    return job
+
+
+def died(code: int = 1, node: str = "n2", rank: int = 3, **more: Any) -> Callable[[JobState], Event]:
+    """A rank has exited with a code that no table knows more about, and said nothing."""
+    return lambda job: fault(job, exited(rank, node, code=code, **more))
+
+
+def raised(message: str = "ValueError: bad batch", node: str = "n2", code: int = 1) -> Callable[[JobState], Event]:
+    return lambda job: fault(job, exited(3, node, code=code, error=error(message)))
+
+
+def xid(number: int, text: str = "", *, gpu: str = "0000:05:00", uptime: float = 1234.0) -> str:
+    """A line of the kernel log, as NVIDIA's driver writes it."""
+    return f"[ {uptime:.6f}] NVRM: Xid (PCI:{gpu}): {number}, {text or 'pid=4711, name=python'}"
+
+
+def sick(*lines: str, node: str = "n2", code: int = 1, rank: int = 3) -> Callable[[JobState], Event]:
+    """A rank has exited, and its node's kernel had something to say."""
+    return lambda job: fault(job, exited(rank, node, code=code, kernel=lines))
+
+
+def hung(*ranks: int) -> Callable[[JobState], Event]:
+    return lambda job: RanksHung(job.generation, ranks or (0,), "step 7 has not changed for 1800 s", T0)
+
+
+def gone(node: str = "n2", seconds: float = 0.0) -> Callable[[JobState], Event]:
+    return lambda job: NodeUnreachable(job.generation, node, timedelta(seconds=seconds), "no answer within 5 s")
+
+
+def back(node: str = "n2") -> Callable[[JobState], Event]:
+    return lambda job: NodeReturned(job.generation, node)
+
+
+def found(**verdicts: str) -> Callable[[JobState], Event]:
+    """`found(n1="HEALTHY", n2="UNHEALTHY")`: the answer to an examination."""
+    nodes = tuple(ExaminedNode(node, Verdict(verdict), f"dcgmi said so of {node}") for node, verdict in verdicts.items())
+    return lambda job: NodesExamined(job.generation, nodes)
+
+
+def mended(outcome: Literal["done", "refused", "ambiguous"] = "done", because: str = "boot id b1 is b2") -> Callable[[JobState], Event]:
+    """The repair that was ordered last has ended."""
+
+    def make(job: JobState) -> Event:
+        assert job.recovering is not None
+        return RepairEnded(job.generation, job.tries[-1].strategy, job.recovering.fault.nodes, outcome, because)
+
+    return make
+
+
+def this(event: Event) -> Callable[[JobState], Event]:
+    """An event that is the same however the job has come on."""
+    return lambda _: event
+
+
+# --- single climbs: a ladder, a fault, no walk ------------------------------------------------------------------------------------
+
+
+def rungs(*ladder: dict[str, Any], cause: str = "APPLICATION", **changes: Any) -> Policy:
+    """The default policy with this one ladder, and room in all other budgets."""
+    return resolve({"no_progress_stop": "off", "max_restarts": 100, "causes": {cause: list(ladder)}, **changes})
+
+
+def suspected(
+    cause: Cause = Cause.APPLICATION, *nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", exit_code: int | None = 1
+) -> Diagnosis:
+    return Diagnosis(cause, "boom", nodes=nodes, gpus=gpus, code=code, exit_code=exit_code)
+
+
+def climbed(job: JobState, fault: Diagnosis, now: datetime = T0, without: tuple[str, ...] = ()) -> tuple[JobState, Decision]:
+    """Take the first rung for a fault as if it had just been diagnosed, and write the decision down."""
+    decision = climb(job, Recovering(fault), now, without)
+    return evolve(replace(job, recovering=None), decision, now), decision

@@ -19,6 +19,7 @@ from recovery.events import (
     NodeDeclaredDead,
     NodeRefusal,
     NodeReturned,
+    NodesExamined,
     NodesMissing,
     NodeUnreachable,
     ProgressSeen,
@@ -29,9 +30,10 @@ from recovery.events import (
     StepReached,
     Submitted,
 )
+from recovery.evidence import Verdict
 from recovery.evolve import finish
 from recovery.fencing import FENCE_MARGIN, fences, hops, peers_of, safe_after
-from recovery.model import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
+from recovery.model import Ask, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Stop, Wait
 from recovery.policy import Strategy
 from tests.recovery.builders import T0, at, error, exited, fault, new_job, play, policy, relaunched, running, step
 
@@ -71,7 +73,7 @@ def test_s3_2_a_failed_rank_restarts_all_and_the_try_is_spent_before_anything_st
 
 
 def test_s3_2_the_ladder_ends_and_the_job_fails_with_the_ranks_exit_code() -> None:
-    job = running()
+    job = running(policy=policy(causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE", "tries": 3}, {"strategy": "FAIL"}]}))
     for expected in (2, 3, 4):
         job, decision = step(job, fault(job, BUG))
         assert isinstance(decision, Relaunch) and expected == decision.generation
@@ -359,5 +361,8 @@ def test_a_hang_has_its_own_budget() -> None:
         job, decision = step(job, RanksHung(job.generation, (1,), "flat", T0))
         assert isinstance(decision, Relaunch) and not decision.spent
         job = relaunched(job)
-    _, decision = step(job, RanksHung(job.generation, (1,), "flat", T0))
+    job, decision = step(job, RanksHung(job.generation, (1,), "flat", T0))
+    assert isinstance(decision, Examine) and decision.nodes == ("n1", "n2")
+    well = tuple(ExaminedNode(node, Verdict.HEALTHY, "dcgmi diag") for node in decision.nodes)
+    _, decision = step(job, NodesExamined(job.generation, well))
     assert isinstance(decision, Stop)

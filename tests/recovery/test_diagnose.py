@@ -12,6 +12,7 @@ from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnrea
 from recovery.model import Certainty
 from tests.recovery.builders import T0, at, error, exited, fault, running, step
 
+WROTE = T0.timestamp() - 1.0
 KILLED = exited(3, "n2", signal=9)
 RAISED = exited(2, "n2", code=1, error=error("ValueError: bad batch"))
 ECHO_BY_ERROR = exited(0, "n1", code=1, error=error("ConnectionResetError: [Errno 104] Connection reset by peer", 0.5), seconds=-1)
@@ -32,7 +33,7 @@ ECHO_BY_LOG = exited(
         pytest.param((ECHO_BY_LOG, RAISED), Cause.APPLICATION, (2,), 1, id="a cascade told by the log does not win"),
         pytest.param((ECHO_BY_ERROR, ECHO_BY_LOG), Cause.NETWORK, (0, 1), 1, id="only cascades: the network, and a guess"),
         pytest.param(
-            (exited(0, "n1", code=1, error=error("A", 20.0)), exited(3, code=1, error=error("B", 10.0), seconds=1)),
+            (exited(0, "n1", code=1, error=error("A", WROTE)), exited(3, code=1, error=error("B", WROTE - 10), seconds=1)),
             Cause.APPLICATION,
             (3,),
             1,

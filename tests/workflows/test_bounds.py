@@ -10,8 +10,8 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowHistory
 
+from activities.gang import Gang, WatchRanksInput, WatchReport
 from activities.job import LaunchRanksInput, PreparedNode
-from activities.watch import WatchRanksInput, WatchReport, _Gang
 from backends.simulated import Exit, Progress, Script
 from connection import data_converter
 from recovery.decide import decide
@@ -65,7 +65,7 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
         policy().timeouts,
         policy().hang,
     )
-    gang = _Gang(order, Pace(T0, expected=False))
+    gang = Gang(order, Pace(T0, expected=False))
     error = RankError(letter * 2000, letter * 8000, 1.0)
     for rank in range(SHARD * RANKS):
         node = f"node-{rank // RANKS}"

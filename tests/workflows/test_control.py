@@ -168,7 +168,9 @@ async def test_change_policy_is_in_force_from_the_next_decision_on(make_rig: Mak
         assert answer == "the policy is in force from the next decision on"
         result = await job.result()
         assert (result.phase, result.generation) == (Phase.FAILED, 1)
-        assert "policy changed by ada: budget" in result.state.notices
+        assert "ada changed the policy (max_restarts): budget" in result.state.notices
+        (change,) = result.state.policy_changes
+        assert (change.by, change.because, change.keys) == ("ada", "budget", ("max_restarts",))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from backends.base import PrepareOrder, StartOrder
 from backends.simulated import Exit, Fault, KeeperDies, Progress, Refuse, Script, error_file
 from recovery.causes import Cause
 from recovery.model import Phase
-from recovery.policy import Strategy
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
 
@@ -76,8 +75,10 @@ async def test_a_ladder_that_is_used_up_fails_the_job_and_the_result_rides_in_th
         result = await (await rig.submit()).result()
         assert (result.phase, result.exit_code, result.generation) == (Phase.FAILED, 3, 4)
         assert "the ladder of APPLICATION has nothing left but to stop" in result.because
-        assert [t.strategy for t in result.state.tries] == [Strategy.RESTART_IN_PLACE] * 3
+        # Without a spare the other node is the same one again.
+        assert [t.rung for t in result.state.tries] == ["RESTART_IN_PLACE"] * 2 + ["REPLACE_NODE when HEALTHY or UNKNOWN"]
         (incident,) = result.incidents
+        assert [d.decision for d in incident.decisions] == ["Relaunch", "Relaunch", "Examine", "Relaunch", "Wait", "Examine", "Stop"]
         assert incident.outcome == "the job ended: FAILED"
         assert incident.recovered is None
 

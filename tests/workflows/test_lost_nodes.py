@@ -204,7 +204,7 @@ async def test_an_independent_gang_with_a_lost_node_is_not_launched_elsewhere_ho
         (Progress(generation=1, node="n1", steps=((0.0, 1), (0.1, 2))), Progress(generation=1, node="n2", rate=20.0, hangs=True))
     )
     async with make_rig(script, spares=1) as rig:
-        job = await rig.submit(policy(hang=HANG), gang="independent")
+        job = await rig.submit(policy(hang={**HANG, "after": "3s"}), gang="independent")
         await job.until_phase(Phase.RUNNING, 1)
         rig.backend.cut("n2", "controller-in", "controller-out")
         state = await job.until(lambda s: s.owed is not None, "a hang that waits for the lost node")

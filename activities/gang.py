@@ -1,0 +1,383 @@
+"""What is known of the nodes and ranks of one shard, and when it is worth a report. Who connects to them is `watch`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from activities.observations import observation_from
+from backends.base import BackendError, WatchStream
+from recovery.diagnose import is_root
+from recovery.events import (
+    Event,
+    FaultObserved,
+    NodeReturned,
+    NodeUnreachable,
+    Observation,
+    ProgressSeen,
+    RankExited,
+    RanksHung,
+    RanksVanished,
+    StepReached,
+)
+from recovery.hang import Pace, advance, hung, rate
+from recovery.model import Token
+from recovery.policy import HangLimits, Timeouts
+
+GATHER = 0.005
+"""Seconds to let the other exits of one fault arrive. Longer would only delay the relaunch; the exits of one node arrive together."""
+GATHER_CASCADES = 1.0
+"""Seconds to wait for a root when only echoes have arrived: the rank that failed may still be writing its traceback."""
+STALE_AFTER = 1.5
+"""Heartbeats after which a node's progress is not known any more."""
+MOST_OBSERVATIONS = 16
+"""That travel; a gang of thousands fails as one, and a report must stay below 256 KiB."""
+MOST_WORDS = 192 * 1024
+"""Bytes of JSON for what ranks wrote and printed, in one report."""
+SLOWEST_NAMED = 16
+TOO_LONG = "left out: the report would be too long"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRanksInput:
+    token: Token
+    fleet: str
+    nodes: tuple[str, ...]
+    """Of this shard."""
+    ranks_per_node: int
+    launched_at: datetime
+    timeouts: Timeouts
+    hang: HangLimits
+    after_seq: dict[str, int] = field(default_factory=dict)
+    exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks by node that are known to have exited with 0: their observations are behind `after_seq` and come no more."""
+    lost: tuple[str, ...] = ()
+    """Nodes already reported unreachable: reported again only when they return."""
+    hang_known: bool = False
+    """A hang would be no news: the job waits for a lost node."""
+    report_at_step: int | None = None
+    progress_expected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WatchReport:
+    events: tuple[Event, ...]
+    """In the order in which a job should take them."""
+    after_seq: dict[str, int]
+    exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks by node that have exited with 0."""
+    all_succeeded: bool = False
+    """Every rank of the shard exited with 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchHeartbeat:
+    """What a running watch shows to people, and leaves to its successor."""
+
+    generation: int
+    step: int | None
+    at: datetime
+    rate: float | None
+    """Steps a second, over the newest advances."""
+    values: dict[str, float]
+    """What the lowest reporting rank said beside its step, such as the loss."""
+    reachable: int
+    unreachable: tuple[str, ...]
+    pace: Pace
+
+
+@dataclass(slots=True)
+class NodeView:
+    """What is known of one node."""
+
+    last_heard: datetime
+    silent_since: float | None = None
+    """CLOCK_MONOTONIC; None while connected."""
+    because: str = ""
+    reported_lost: bool = False
+    stream: WatchStream | None = None
+    stamp: float | None = None
+    """The newest that is not renewed from."""
+    seq: int = 0
+    steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    exited: dict[int, bool] = field(default_factory=dict)
+    """Whether it succeeded, by rank."""
+
+
+class Gang:
+    """All nodes of the shard together: facts come in from `_follow`, one report goes out."""
+
+    def __init__(self, input: WatchRanksInput, pace: Pace) -> None:
+        now = datetime.now(UTC)
+        self.input = input
+        self._nodes = {node: NodeView(now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost) for node in input.nodes}
+        self._pace = pace
+        self._faults: list[tuple[Observation, bool]] = []
+        """Each with whether it may be the root; judged once, for thousands come together."""
+        self._returned: list[str] = []
+        self._news = asyncio.Event()
+        self._first_stamps = asyncio.Event()
+        for node, ranks in input.exited.items():
+            self._nodes[node].exited = dict.fromkeys(ranks, True)
+        self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
+
+    @property
+    def generation(self) -> int:
+        return self.input.token.generation
+
+    # --- facts in
+
+    def connected(self, node: str, stream: WatchStream) -> None:
+        view = self._nodes[node]
+        view.stream, view.silent_since = stream, None
+        view.last_heard = datetime.now(UTC)
+        if view.reported_lost:
+            view.reported_lost = False
+            self._returned.append(node)
+            self._news.set()
+
+    def disconnected(self, node: str, because: str) -> float:
+        """Returns seconds for which this watcher has tried in vain."""
+        view = self._nodes[node]
+        view.stream, view.stamp, view.because = None, None, because
+        if view.silent_since is None:
+            view.silent_since = time.monotonic()
+        return time.monotonic() - view.silent_since
+
+    def after_seq(self, node: str) -> int:
+        return self._nodes[node].seq
+
+    def line(self, node: str, line: Mapping[str, Any]) -> None:
+        now = datetime.now(UTC)
+        view = self._nodes[node]
+        view.last_heard = now
+        if (heartbeat := line.get("heartbeat")) is not None:
+            view.stamp = float(heartbeat["stamp"])
+            self._first_stamps.set()
+            self._progress(view, heartbeat.get("progress") or {}, now)
+        elif (raw := line.get("observation")) is not None:
+            seq = int(raw["seq"])
+            if seq <= view.seq:
+                return
+            view.seq = seq
+            observation = observation_from(node, raw, now)
+            if observation is not None:
+                self.observed(node, observation)
+
+    def observed(self, node: str, observation: Observation) -> None:
+        if isinstance(observation, RankExited):
+            self._nodes[node].exited[observation.rank] = not observation.failed
+            if not observation.failed:
+                self._first_success = self._first_success or time.monotonic()
+                self._news.set()
+                return
+        self._faults.append((observation, is_root(observation)))
+        self._news.set()
+
+    def _progress(self, view: NodeView, progress: Mapping[str, Any], now: datetime) -> None:
+        for rank, value in progress.items():
+            if not isinstance(value, dict) or value.get("step") is None:
+                continue
+            at = now - timedelta(seconds=float(value.get("age") or 0.0))
+            view.steps[int(rank)] = (int(value["step"]), at, value.get("phase"))
+            view.values = {k: float(v) for k, v in (value.get("values") or {}).items() if isinstance(v, int | float)}
+        reached = self._reached()
+        if reached is not None:
+            step, at, doing = reached
+            before = self._pace.step
+            self._pace = advance(self._pace, step, at, doing)
+            report_at = self.input.report_at_step
+            if report_at is not None and step >= report_at and before != step:
+                self._news.set()
+
+    def _reached(self) -> tuple[int, datetime, str | None] | None:
+        """The step that every living, reporting rank has reached, when the last of them did, and what one of them says to be doing."""
+        now = datetime.now(UTC)
+        living = [
+            value
+            for view in self._nodes.values()
+            # A node that has not beaten lately is silent, not slow: its last word says nothing about now.
+            if now - view.last_heard <= STALE_AFTER * self.input.timeouts.heartbeat
+            for rank, value in view.steps.items()
+            if rank not in view.exited
+        ]
+        if not living:
+            return None
+        step = min(value[0] for value in living)
+        return step, max(value[1] for value in living if value[0] == step), next((value[2] for value in living if value[2]), None)
+
+    # --- leases
+
+    def stamps(self) -> dict[str, float]:
+        """Stamps of heartbeats that have arrived by now: only these may be renewed after the next acknowledgement."""
+        return {node: view.stamp for node, view in self._nodes.items() if view.stamp is not None}
+
+    async def renew(self, stamps: Mapping[str, float]) -> None:
+        for node, stamp in stamps.items():
+            stream = self._nodes[node].stream
+            if stream is not None:
+                try:
+                    await stream.renew(stamp)
+                except BackendError:
+                    continue  # its follower sees the broken connection and tries again
+
+    async def wait_for_beat(self, interval: float) -> None:
+        """Sleep until the next beat; the first renewal goes out as soon as there is something to renew."""
+        if not self._first_stamps.is_set():
+            # Never `wait_for` in here: until Python 3.12 it swallows a cancel that comes just as what it waits for does.
+            try:
+                async with asyncio.timeout(interval):
+                    await self._first_stamps.wait()
+            except TimeoutError:
+                return
+            return
+        await asyncio.sleep(interval)
+
+    def heartbeat(self) -> WatchHeartbeat:
+        first = next((view for view in self._nodes.values() if view.values), None)
+        silent = tuple(node for node, view in self._nodes.items() if view.stream is None)
+        return WatchHeartbeat(
+            generation=self.generation,
+            step=self._pace.step,
+            at=self._pace.advanced_at or self._pace.started_at,
+            rate=rate(self._pace),
+            values=first.values if first else {},
+            reachable=len(self._nodes) - len(silent),
+            unreachable=silent[:SLOWEST_NAMED],
+            pace=self._pace,
+        )
+
+    # --- one report out
+
+    async def report(self) -> WatchReport:
+        """Wait until there is something to decide."""
+        tick = max(0.05, min(1.0, self.input.timeouts.heartbeat.total_seconds() / 4))
+        while True:
+            if self._faults:
+                await self._gather()
+                return self._make(self._fault())
+            if self._returned:
+                return self._make(*(NodeReturned(self.generation, node) for node in self._returned))
+            if self._all_succeeded():
+                return self._make(all_succeeded=True)
+            if lost := self._lost():
+                return self._make(*lost)
+            if (step := self._step_to_report()) is not None:
+                return self._make(step)
+            if (hang := self._hang()) is not None:
+                return self._make(hang)
+            self._news.clear()
+            try:
+                async with asyncio.timeout(tick):
+                    await self._news.wait()
+            except TimeoutError:
+                continue  # limits pass without news
+
+    async def _gather(self) -> None:
+        await asyncio.sleep(GATHER)
+        until = time.monotonic() + GATHER_CASCADES
+        while not any(root for _, root in self._faults) and time.monotonic() < until:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    def _fault(self) -> FaultObserved:
+        # A node's own evidence first: it outweighs what any program says, and must not be what is left out.
+        ordered = sorted(self._faults, key=lambda each: (not getattr(each[0], "kernel", ()), not each[1], each[0].at))
+        sent = _within(MOST_WORDS, tuple(observation for observation, _ in ordered[:MOST_OBSERVATIONS]))
+        first = min(observation.at for observation, _ in self._faults)
+        return FaultObserved(self.generation, sent, len(ordered) - len(sent), first, self._silent())
+
+    def _silent(self) -> tuple[tuple[str, timedelta], ...]:
+        """Nodes that have not spoken lately and are not reported lost, and for how long."""
+        now = datetime.now(UTC)
+        ages = {node: now - view.last_heard for node, view in self._nodes.items() if not view.reported_lost}
+        return tuple((node, age) for node, age in ages.items() if age > STALE_AFTER * self.input.timeouts.heartbeat)[:SLOWEST_NAMED]
+
+    def _all_succeeded(self) -> bool:
+        return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
+
+    def _lost(self) -> list[NodeUnreachable]:
+        lost = []
+        limit = self.input.timeouts.lost_after.total_seconds()
+        for node, view in self._nodes.items():
+            if view.silent_since is not None and not view.reported_lost and time.monotonic() - view.silent_since >= limit:
+                view.reported_lost = True
+                lost.append(NodeUnreachable(self.generation, node, datetime.now(UTC) - view.last_heard, view.because))
+        return lost
+
+    def _step_to_report(self) -> StepReached | None:
+        report_at = self.input.report_at_step
+        if report_at is None or self._pace.step is None or self._pace.step < report_at:
+            return None
+        return StepReached(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at)
+
+    def _hang(self) -> RanksHung | None:
+        if self.input.hang_known or not self._first_stamps.is_set():
+            return None  # until a node has spoken, all that is known is what the watch before this one left: nobody watched meanwhile
+        now = datetime.now(UTC)
+        if all(now - view.last_heard > STALE_AFTER * self.input.timeouts.heartbeat for view in self._nodes.values()):
+            return None  # whoever sees nothing cannot call anything hung
+        because = hung(self._pace, self.input.hang, now) or self._late_for_exit(now)
+        if because is None:
+            return None
+        steps = {rank: value for view in self._nodes.values() for rank, value in view.steps.items() if rank not in view.exited}
+        slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:SLOWEST_NAMED]
+        return RanksHung(self.generation, tuple(slowest), because, now, self._silent())
+
+    def _late_for_exit(self, now: datetime) -> str | None:
+        """The exit barrier: once one rank has finished, the others must finish or advance."""
+        barrier = self.input.timeouts.exit_barrier
+        if self._first_success is None or time.monotonic() - self._first_success <= barrier.total_seconds():
+            return None
+        if self._pace.advanced_at is not None and now - self._pace.advanced_at <= barrier:
+            return None
+        return f"a rank finished {barrier.total_seconds():g} s ago and others neither finish nor advance"
+
+    def _make(self, *events: Event, all_succeeded: bool = False) -> WatchReport:
+        seen: list[Event] = []
+        if self._pace.step is not None:
+            seen.append(ProgressSeen(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at))
+        exited = {
+            node: tuple(sorted(rank for rank, succeeded in view.exited.items() if succeeded))
+            for node, view in self._nodes.items()
+            if any(view.exited.values())
+        }
+        return WatchReport((*seen, *events), {node: view.seq for node, view in self._nodes.items() if view.seq}, exited, all_succeeded)
+
+
+def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:
+    """Leave words out, so that all together are no longer than `limit`: the last lines and the earliest root have precedence."""
+    left, sent = limit, []
+    for index, one in enumerate(observations):
+        if isinstance(one, RankExited | RanksVanished):
+            left -= sum(map(_bytes, one.kernel))
+            if left < 0:
+                one = replace(one, kernel=(), kernel_unreadable=TOO_LONG)  # noqa: PLW2901
+        if isinstance(one, RankExited):
+            if one.error is not None:
+                left -= _bytes(one.error.message) + _bytes(one.error.traceback)
+                if left < 0:
+                    one = replace(one, error=replace(one.error, message=one.error.message[:200], traceback=""))  # noqa: PLW2901
+            tail: list[str] = []
+            for line in reversed(one.log_tail if index == 0 or is_root(one) else ()):
+                left -= _bytes(line)
+                if left < 0:
+                    break
+                tail.insert(0, line)
+            one = replace(one, log_tail=tuple(tail))  # noqa: PLW2901
+        sent.append(one)
+    return tuple(sent)
+
+
+def _bytes(text: str) -> int:
+    return len(json.dumps(text, ensure_ascii=False).encode(errors="replace"))

@@ -1,0 +1,205 @@
+"""Many jobs at once on one worker: all run, all are hit by the same fault in the same moment, all must recover.
+
+    python -m benchmarks.many [--jobs 1000] [--output FILE]
+
+The server is the real one; nodes are simulated, two for each job, and reboot when the worker process gets SIGUSR1. What is told:
+how long everybody needs, failed workflow tasks (there should be none), and the most memory that worker and server ever held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+from temporalio.api.enums.v1 import EventType
+from temporalio.client import Client, WorkflowHandle
+
+from backends.simulated import Progress, Script, SimulatedBackend
+from benchmarks.contenders import ROOT
+from connection import connect, ensure_namespace
+from console.service import HOST, SERVER_OPTIONS, choose_port, find_server
+from recovery.policy import resolve
+from recovery.spec import FleetSpec, JobSpec
+from settings import Settings
+from worker import WorkerFleets, make_worker
+from workflows.messages import JobResult, TrainingJobInput
+from workflows.training_job import TrainingJob
+
+AT_ONCE = 50
+"""Calls of this program in flight: it shares the two cores with what it measures."""
+PATIENCE = 1200.0
+
+
+def fleet(number: int) -> FleetSpec:
+    nodes = [{"name": f"n{number}-{i}", "address": f"10.{number >> 8}.{number & 255}.{i}"} for i in (1, 2)]
+    return FleetSpec.model_validate({"name": f"f{number}", "backend": "simulated", "nodes": nodes})
+
+
+async def work(address: str, jobs: int, state: Path) -> None:
+    """Be the worker, until SIGTERM. SIGUSR1 reboots the second node of every job."""
+    specs = {spec.name: spec for spec in map(fleet, range(jobs))}
+    script = Script(
+        happenings=(Progress(generation=1, steps=((0.0, 1),), hangs=True), Progress(generation=2, steps=((0.0, 2),))), then="succeed"
+    )
+    backends = {name: SimulatedBackend(spec, script) for name, spec in specs.items()}
+
+    def reboot() -> None:
+        for name, backend in backends.items():
+            backend.reboot(f"n{name[1:]}-2")
+
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, reboot)
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    client = await connect(state, address)
+    async with make_worker(client, Settings(state=state, jobs=2 * jobs), WorkerFleets(dict(specs), dict(backends))):
+        await ended.wait()
+
+
+async def each(jobs: int, act: Callable[[int], Awaitable[None]]) -> None:
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> None:
+        async with room:
+            await act(number)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(jobs):
+            tasks.create_task(one(number))
+
+
+async def running(client: Client, jobs: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while (await client.count_workflows('Phase = "RUNNING"')).count < jobs:  # noqa: ASYNC110 -- the server tells nobody
+            await asyncio.sleep(0.5)
+
+
+def peak_mib(pid: int) -> float:
+    """The most memory a process ever had resident."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+async def drive(address: str, jobs: int, worker: int, server: int, state: Path) -> dict[str, object]:
+    client = await connect(state, address)
+    # Times for a machine where a thousand jobs share two cores: a beat each second would be the load that is measured.
+    policy = resolve({"no_progress_stop": "off"})
+    handles: list[WorkflowHandle[TrainingJob, JobResult]] = []
+
+    async def start(number: int) -> None:
+        spec = JobSpec.model_validate({"name": f"j{number}", "command": ["train"], "nodes": 2, "fleet": f"f{number}"})
+        argument = TrainingJobInput(spec=spec, policy=policy)
+        handles.append(
+            await client.start_workflow(
+                TrainingJob.run, argument, id=f"job/{spec.name}", task_queue="relaunch", task_timeout=timedelta(seconds=10)
+            )
+        )
+
+    begun = time.monotonic()
+    await each(jobs, start)
+    await running(client, jobs)
+    launched = time.monotonic() - begun
+    before = peak_mib(worker)
+    begun = time.monotonic()
+    os.kill(worker, signal.SIGUSR1)
+    phases: Counter[str] = Counter()
+    generations: Counter[int] = Counter()
+
+    async def result(number: int) -> None:
+        outcome = await handles[number].result()
+        phases[outcome.phase] += 1
+        generations[outcome.generation] += 1
+
+    async with asyncio.timeout(PATIENCE):
+        await each(jobs, result)
+    recovered = time.monotonic() - begun
+    failed: Counter[str] = Counter()
+
+    async def look(number: int) -> None:
+        async for event in handles[number].fetch_history_events():
+            if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED:
+                failed["failed"] += 1
+            if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT:
+                failed["timed out"] += 1
+
+    await each(jobs, look)
+    return {
+        "jobs": jobs,
+        "all_running_after_s": round(launched, 1),
+        "all_recovered_after_s": round(recovered, 1),
+        "phases": dict(phases),
+        "generations": {str(key): count for key, count in generations.items()},
+        "workflow_tasks_failed": failed["failed"],
+        "workflow_tasks_timed_out": failed["timed out"],
+        "worker_peak_mib_running": round(before),
+        "worker_peak_mib": round(peak_mib(worker)),
+        "server_peak_mib": round(peak_mib(server)),
+    }
+
+
+def measure_many(jobs: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory(prefix="relaunch-many-") as folder:
+        state = Path(folder)
+        port, ui = choose_port("--port", 0), choose_port("--ui-port", 0)
+        options = [word for pair in SERVER_OPTIONS for word in pair]
+        ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui), "--db-filename", str(state / "temporal.db")]
+        command = [str(find_server()), "server", "start-dev", *ports, "--log-level", "error", *options]
+        address = f"{HOST}:{port}"
+        with (state / "server.log").open("wb") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log)
+        worker = None
+        try:
+            asyncio.run(_up(address, state))
+            with (state / "worker.log").open("wb") as log:
+                words = [sys.executable, "-m", "benchmarks.many", "--jobs", str(jobs), "--work", address, "--state", str(state)]
+                worker = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+            return asyncio.run(drive(address, jobs, worker.pid, server.pid, state))
+        finally:
+            for process in (worker, server):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+
+
+async def _up(address: str, state: Path) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await ensure_namespace(await connect(state, address))
+            except Exception as error:  # whatever a server that is not up yet says; the timeout tells when that is no excuse
+                print(f"waiting for the server: {str(error)[:80]}", file=sys.stderr)
+                await asyncio.sleep(0.5)
+            else:
+                return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        asyncio.run(work(arguments.work, arguments.jobs, arguments.state))
+        return 0
+    result = measure_many(arguments.jobs)
+    print(json.dumps(result, indent=1))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""What the kernel said rides with the exit of a rank that failed: real processes, and a file in place of the log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from real_node import Json, Node, alive, eventually
+
+from agent import kernel_log
+from agent.kernel_log import LINE, LINES, Mark, mark, read, read_records, reading_of
+from agent.state import Generation
+
+XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
+OLD = "[11111.000000] NVRM: Xid (PCI:0000:06:00): 48, pid=99, name=python, DBE"
+FAILS_ON_CUE = ["sh", "-c", 'if [ "$CUE" ]; then until [ -e "$CUE" ]; do sleep 0.01; done; exit 7; fi; exec sleep 1000']
+NOBODY = 65534
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that the node's agent reads as the kernel log."""
+    path = tmp_path / "kern.log"
+    path.write_text(f"{OLD}\n")
+    monkeypatch.setenv("RELAUNCH_KERNEL_LOG", str(path))
+    return path
+
+
+def say(log: Path, *lines: str) -> None:
+    with open(log, "a") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+
+
+def start(node: Node, cue: Path) -> dict[str, int]:
+    """Start two ranks: 0 fails as soon as `cue` is there, and 1 has to be stopped."""
+    return node.run(1, FAILS_ON_CUE, rank_env=[{"CUE": str(cue)}, {}])
+
+
+def exits(node: Node) -> dict[int, Json]:
+    watch = node.watch()
+    return {seen["rank"]: seen for seen in (watch.observation("RankExited") for _ in range(2))}
+
+
+@contextmanager
+def powerless() -> Iterator[None]:
+    """Be somebody without rights, where the tests run as root."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_a_failed_rank_carries_what_the_kernel_said_since_its_generation_began_and_a_stopped_one_nothing(
+    node: Node, log: Path, tmp_path: Path
+) -> None:
+    start(node, tmp_path / "cue")
+    say(log, "usb 1-1: new high-speed USB device", XID)
+    (tmp_path / "cue").touch()
+    seen = exits(node)
+    assert (seen[0]["kernel"], seen[0]["kernel_unreadable"], seen[0]["stopped"]) == ([XID], None, False)
+    assert (seen[1]["kernel"], seen[1]["kernel_unreadable"], seen[1]["stopped"]) == ([], None, True)
+
+
+def test_ranks_that_an_order_stops_and_ranks_that_succeed_carry_nothing(node: Node, log: Path) -> None:
+    node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
+    say(log, XID)
+    eventually(lambda: len(node.journal()) == 1)
+    node.stop()
+    assert [(seen["kernel"], seen["kernel_unreadable"]) for seen in exits(node).values()] == [([], None)] * 2
+    assert not (node.folder() / "kernel.json").exists()
+
+
+def test_it_is_read_when_the_rank_fails_though_nobody_watches_and_each_telling_is_the_same(node: Node, log: Path, tmp_path: Path) -> None:
+    start(node, tmp_path / "cue")
+    say(log, XID)
+    (tmp_path / "cue").touch()
+    eventually((node.folder() / "kernel.json").exists)
+    say(log, OLD)  # of a later generation
+    log.rename(tmp_path / "kern.log.1")
+    assert exits(node)[0]["kernel"] == [XID]
+    node.stop()
+    eventually(lambda: not node.left())
+    assert exits(node)[0]["kernel"] == [XID]  # from the disk: nobody of the generation is left
+
+
+def test_a_log_that_cannot_be_read_is_said_to_be_unreadable(node: Node, log: Path, tmp_path: Path) -> None:
+    log.unlink()
+    start(node, tmp_path / "cue")
+    (tmp_path / "cue").touch()
+    failed = exits(node)[0]
+    assert (failed["kernel"], failed["kernel_unreadable"]) == ([], f"no such file or directory: {log}")
+
+
+def test_a_supervisor_killed_between_reading_and_keeping_costs_neither_the_observation_nor_its_lines(
+    node: Node, log: Path, tmp_path: Path
+) -> None:
+    start(node, tmp_path / "cue")
+    node.watch().until("heartbeat")
+    supervisor = node.pid("supervisor")
+    failpoint = node.set_failpoint("kernel.read")
+    say(log, XID)
+    watch = node.watch()
+    (tmp_path / "cue").touch()
+    seen = [watch.observation("RankExited") for _ in range(2)]
+    assert not failpoint.exists()
+    assert node.pid("supervisor") != supervisor
+    assert [(one["seq"], one["kernel"]) for one in seen] == [(1, [XID]), (2, [])]
+    node.stop()
+    assert [line["observation"]["kind"] for line in watch.rest() if "observation" in line] == []
+
+
+def test_the_end_of_a_keeper_and_its_supervisor_carries_it_too(node: Node, log: Path) -> None:
+    pids = node.run(1)
+    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
+    killed = "Out of memory: Killed process 4242 (relaunch-keep) total-vm:1kB"
+    say(log, killed)
+    os.kill(supervisor, signal.SIGSTOP)
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    eventually(lambda: not any(map(alive, pids.values())))
+    for _ in range(2):
+        told = node.watch().observation("RanksVanished")
+        assert (told["kernel"], told["kernel_unreadable"]) == ([killed], None)
+        say(log, XID)
+
+
+def test_ranks_that_a_keeper_took_along_carry_what_its_supervisor_read(node: Node, log: Path) -> None:
+    node.run(1)
+    watch = node.watch()
+    watch.until("heartbeat")
+    say(log, XID)
+    os.kill(node.pid("keeper"), signal.SIGKILL)
+    assert watch.observation("KeeperDied")["kernel"] == [XID]
+
+
+def test_a_flood_is_read_from_its_end_and_the_exit_is_not_late(node: Node, log: Path, tmp_path: Path) -> None:
+    start(node, tmp_path / "cue")
+    watch = node.watch()
+    watch.until("heartbeat")
+    line = "[12345.000000] usb 1-1: new high-speed USB device number 7 using xhci_hcd\n"
+    with open(log, "a") as file:
+        file.write(f"{OLD}\n" + line * 100_000 + f"{XID}\n")
+    (tmp_path / "cue").touch()
+    failed = watch.observation("RankExited")
+    assert failed["kernel"] == [XID]
+    assert "only the last 1024 KiB" in failed["kernel_unreadable"]
+    began = time.process_time()
+    assert read(Mark(str(log), log.stat().st_ino, 0, 0.0))["kernel"] == [XID]
+    assert time.process_time() - began < 0.05
+
+
+def test_the_newest_lines_are_kept_and_long_ones_are_cut(log: Path) -> None:
+    since = mark()
+    say(log, *(f"NVRM: Xid {number} \x07ä" + "x" * 5000 for number in range(100)))
+    told = read(since)
+    assert [line.split()[2] for line in told["kernel"]] == [str(number) for number in range(100 - LINES, 100)]
+    assert {len(line) for line in told["kernel"]} == {LINE}
+    assert len(json.dumps(told)) < 2 * LINES * LINE
+    assert told["kernel_unreadable"] is None
+
+
+@pytest.mark.parametrize("how", ["rotated", "cut"])
+def test_a_log_that_was_begun_anew_is_read_from_its_beginning(log: Path, how: str) -> None:
+    say(log, "much " * 100)
+    since = mark()
+    if how == "rotated":
+        log.rename(log.with_suffix(".1"))
+    log.write_text(f"{XID}\n")
+    assert read(since) == {"kernel": [XID], "kernel_unreadable": None}
+
+
+def test_what_a_device_gives_is_one_record_a_call_told_with_its_time() -> None:
+    """A pipe of packets gives records as /dev/kmsg does."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_DIRECT)
+    for record in (
+        b"6,1,90000000,-;Out of memory: Killed process 1 (old)\n",
+        b"6,2,100000001,-;usb 1-1: new device\n",
+        b"3,3,100000002,-,caller=T1;NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off\n SUBSYSTEM=pci\n DEVICE=+pci:0000:05:00.0\n",
+        b"12,4,9100000003,-;EDAC MC0: 1 UE memory read error\n",
+        b"12,5,9100000004,-;EDAC MC0: 1 CE memory read error\n",
+    ):
+        os.write(writing, record)
+    expected = ["[  100.000002] NVRM: Xid (PCI:0000:05:00): 79, \\x0afallen; off", "[ 9100.000003] EDAC MC0: 1 UE memory read error"]
+    assert read_records(reading, "/dev/kmsg", 100.0) == {"kernel": expected, "kernel_unreadable": None}
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_supervisor_that_replaces_one_that_died_reading_does_not_trust_the_handle_that_both_have(log: Path, tmp_path: Path) -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_DIRECT)
+    rest = b"6,2,1,-;Killed process 1 (what the first has left)\n"
+    os.write(writing, rest)
+    generations = [Generation(tmp_path, tmp_path, (1, number)) for number in (1, 2)]
+    for generation in generations:
+        generation.make()
+    (generations[1].path / "kernel.begun").touch()
+    since = Mark(str(log), 0, 0, 0.0, reading)
+    assert "Killed process" in reading_of(generations[0], since)["kernel"][0]
+    os.write(writing, rest)
+    assert reading_of(generations[1], since)["kernel"] == [OLD]  # what lies at the path
+    assert reading_of(generations[0], None)["kernel"] != [OLD]
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_device_that_was_filled_before_a_reboot_has_lost_it_and_a_file_has_not(log: Path, tmp_path: Path) -> None:
+    for number, noted, expected in (
+        (1, {"path": "/dev/kmsg", "inode": 0, "size": 0, "uptime": 0.0}, ([], "the node rebooted: what /dev/kmsg held is gone")),
+        (2, {"path": str(log), "inode": log.stat().st_ino, "size": 0, "uptime": 0.0}, ([OLD], None)),
+    ):
+        generation = Generation(tmp_path, tmp_path, (1, number))
+        generation.make()
+        (generation.path / "started.json").write_text(json.dumps({"boot_id": "before", "pids": {}, "kernel": noted}))
+        told = reading_of(generation, None)
+        assert (told["kernel"], told["kernel_unreadable"]) == expected
+
+
+def test_a_ring_that_came_round_is_read_on_and_said_to_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [BrokenPipeError(), b"6,9,1,-;NVRM: Xid 79\n", BlockingIOError()]
+
+    def give(handle: int, size: int) -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, bytes):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(os, "read", give)
+    told = read_records(-1, "/dev/kmsg")
+    assert told == {"kernel": ["[    0.000001] NVRM: Xid 79"], "kernel_unreadable": kernel_log.OVERWRITTEN}
+
+
+def test_a_device_that_never_ends_is_left_in_time() -> None:
+    handle = os.open("/dev/zero", os.O_RDONLY)
+    began = time.monotonic()
+    told = read_records(handle, "/dev/zero")
+    assert time.monotonic() - began < 1
+    assert told == {"kernel": [], "kernel_unreadable": "/dev/zero was not read to its end within 50 ms"}
+    os.close(handle)
+
+
+def test_the_device_itself_is_read_from_the_mark_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RELAUNCH_KERNEL_LOG", raising=False)
+    monkeypatch.setattr(kernel_log, "_EVIDENCE", kernel_log.re.compile(b""))  # whatever this kernel has said
+    since = mark()
+    if since.handle < 0:
+        pytest.skip("/dev/kmsg cannot be read here")
+    whole = read(Mark(since.path, 0, 0, 0.0))
+    assert len(whole["kernel"]) == LINES
+    after = read(since)["kernel"]
+    assert not set(after) & set(whole["kernel"])
+    os.close(since.handle)
+
+
+def test_a_log_that_is_forbidden_is_said_to_be(log: Path) -> None:
+    log.chmod(0)
+    with powerless():
+        assert read(mark()) == {"kernel": [], "kernel_unreadable": f"permission denied: {log}"}
+
+
+def test_a_kernel_that_keeps_its_log_to_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, restricted = Path("/dev/kmsg"), Path("/proc/sys/kernel/dmesg_restrict")
+    if not device.exists() or not device.stat().st_mode & stat.S_IROTH or restricted.read_text().strip() != "1":
+        pytest.skip("this kernel shows its log to everybody, or to nobody")
+    monkeypatch.delenv("RELAUNCH_KERNEL_LOG", raising=False)
+    with powerless():
+        told = read(mark())
+    assert told == {"kernel": [], "kernel_unreadable": "permission denied: /dev/kmsg (kernel.dmesg_restrict)"}

@@ -1,0 +1,199 @@
+"""`explain`: one piece of evidence at a time, for people and for scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from console.explain import KINDS, explain, lines_of, view_of
+from recovery.catalog import catalog
+from recovery.policy import Policy, preset, resolve
+from settings import Mistake
+from tests.console.test_command_line import ROOT, one_sentence, starter
+
+DCGM = ROOT / "tests" / "recovery" / "samples" / "dcgm" / "synthetic"
+KERNEL = """\
+[ 1000.1] usb 1-1: new high-speed USB device
+[ 1234.567890] NVRM: Xid (PCI:0000:05:00): 48, pid=1234, name=python, DBE (double bit error)
+[ 1234.567891] NVRM: Xid (PCI:0000:05:00): 45, pid=1234, name=python, Ch 00000010
+[ 1234.667891] NVRM: Xid (PCI:0000:05:00): 63, pid=1234, name=python, Row Remapper: New row marked for remapping
+[ 1235.1] NVRM: Xid (PCI:0000:0a:00): 79, pid=99, name=python, GPU has fallen off the bus.
+"""
+LOG = """\
+step 10
+[rank0]: RuntimeError: NCCL communicator was aborted on rank 0.
+[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+"""
+
+
+def view(kind: str, what: str, policy: Policy | None = None, exit_code: int | None = None) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(json.dumps(view_of(explain(kind, what, exit_code, policy), policy)))
+    return made
+
+
+def text(kind: str, what: str, policy: Policy | None = None) -> str:
+    return "\n".join(lines_of(explain(kind, what, None, policy), policy, "mine.yaml"))
+
+
+def write(folder: Path, content: str) -> str:
+    (folder / "evidence").write_text(content)
+    return str(folder / "evidence")
+
+
+def test_an_xid_is_nvidias_row_our_cause_and_the_note_where_sources_disagree() -> None:
+    assert view("xid", "79") == {
+        "cause": "GPU_FATAL",
+        "findings": [
+            {
+                "source": "kernel",
+                "code": "Xid 79",
+                "role": "root",
+                "cause": "GPU_FATAL",
+                "because": catalog().xids[79].meaning,
+                "gpu": None,
+                "pid": None,
+                "line": None,
+            }
+        ],
+        "because": catalog().xids[79].meaning,
+        "nvidia": {
+            "mnemonic": "ROBUST_CHANNEL_GPU_HAS_FALLEN_OFF_THE_BUS",
+            "description": "GPU has fallen off the bus",
+            "action": "RESTART_BM",
+            "investigate": "CONTACT_SUPPORT",
+        },
+        "note": "",
+    }
+    disputed = text("xid", "63")
+    assert "at once: IGNORE" in disputed and "Azure NHC" in disputed
+    assert view("xid", "63")["cause"] is None
+
+
+def test_every_xid_of_the_catalog_can_be_explained_in_a_terminal() -> None:
+    for code in catalog().xids:
+        lines = lines_of(explain("xid", str(code), None, None), None, None)
+        assert lines[0].startswith(f"Xid {code}")
+        assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("word", "cause", "code"),
+    [("137", "UNKNOWN", "exit 137"), ("sigsegv", "APPLICATION", "SIGSEGV"), ("KILL", "UNKNOWN", "SIGKILL"), ("0", None, "exit 0")],
+)
+def test_an_exit_is_explained_by_code_or_by_signal(word: str, cause: str | None, code: str) -> None:
+    made = view("exit", word)
+    assert (made["cause"], made["findings"][0]["code"]) == (cause, code)
+
+
+def test_a_kill_is_not_called_out_of_memory_without_the_kernels_word() -> None:
+    assert text("exit", "137").endswith("With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.")
+
+
+def test_the_gravest_line_of_a_kernel_log_is_the_root_and_cascades_are_named(tmp_path: Path) -> None:
+    made = view("kernel", write(tmp_path, KERNEL))
+    assert [(one["line"], one["code"], one["role"]) for one in made["findings"]] == [
+        (2, "Xid 48", "root"),
+        (3, "Xid 45", "cascade"),
+        (4, "Xid 63", "information"),
+        (5, "Xid 79", "root"),
+    ]
+    assert (made["cause"], made["findings"][0]["gpu"], made["findings"][0]["pid"]) == ("GPU_FATAL", "0000:05:00", 1234)
+    drawn = text("kernel", write(tmp_path, KERNEL))
+    assert re.search(r"^→ line 5  root +GPU_FATAL: Xid 79 on GPU 0000:0a:00", drawn, re.MULTILINE), drawn
+    assert drawn.count("→") == 1
+
+
+def test_the_root_of_a_log_is_not_its_first_line_when_that_is_a_cascade(tmp_path: Path) -> None:
+    made = view("log", write(tmp_path, LOG))
+    assert (made["cause"], [(one["line"], one["role"]) for one in made["findings"]]) == ("OUT_OF_MEMORY", [(2, "cascade"), (3, "root")])
+    assert re.search(r"^→ line 3  root +OUT_OF_MEMORY: log cuda_oom", text("log", write(tmp_path, LOG)), re.MULTILINE)
+
+
+def test_a_file_without_evidence_names_no_cause(tmp_path: Path) -> None:
+    made = view("log", write(tmp_path, "step 1\nstep 2\n"))
+    assert (made["cause"], made["findings"], made["because"]) == (None, [], "nothing in it names a cause")
+    assert text("kernel", write(tmp_path, "")) == "0 lines read\n\nnothing in it names a cause"
+
+
+def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:
+    (tmp_path / "evidence").write_bytes(b"\xff\xfe\x00 cut\n" + KERNEL.encode())
+    assert view("kernel", str(tmp_path / "evidence"))["cause"] == "GPU_FATAL"
+
+
+@pytest.mark.parametrize(
+    ("file", "exit_code", "verdict"),
+    [
+        ("v4_r2_gpu6_faulty_memory_isolate.json", 205, "UNHEALTHY"),
+        ("v4_r1_pass_8gpu.json", 0, "HEALTHY"),
+        ("v4_r1_pass_8gpu.json", 226, "UNKNOWN"),
+        ("v4_truncated_output.txt", None, "UNKNOWN"),
+    ],
+)
+def test_a_dcgm_report_is_a_verdict(file: str, exit_code: int | None, verdict: str) -> None:
+    made = view("dcgm", str(DCGM / file), exit_code=exit_code)
+    assert made["verdict"] == verdict
+    assert made["because"] and made["advice"]
+
+
+def test_a_policy_adds_what_it_would_do_first_for_that_code() -> None:
+    assert "\nmine.yaml first: REPLACE_NODE: 6 tries within 1d, counted by cause; isolates" in text("xid", "79", preset("default"))
+    reboot_once = preset("ecs-reboot-once")
+    assert (view("xid", "79", reboot_once)["first"], view("exit", "1", reboot_once)["first"]) == ("FAIL", "REBOOT_NODE")
+    assert view("exit", "0", preset("default"))["first"] is None
+
+
+def test_a_policys_own_rows_count(tmp_path: Path) -> None:
+    rows = {
+        "xid": {63: {"cause": "GPU_RESET", "because": "our fleet resets at once"}},
+        "exit": {"exit 42": {"cause": "PREEMPTED", "meaning": "our scheduler took the node"}},
+        "log": [{"id": "ours", "pattern": "lost quorum", "cause": "STORAGE", "meaning": "our store is gone"}],
+    }
+    ours = resolve({"catalog": rows})
+    assert (view("xid", "63", ours)["cause"], view("xid", "63", ours)["first"]) == ("GPU_RESET", "RESET_GPU")
+    assert view("exit", "42", ours)["cause"] == "PREEMPTED"
+    assert view("log", write(tmp_path, "error: lost quorum\n"), ours)["cause"] == "STORAGE"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "expected"),
+    [
+        ("xid", "abc", "explain xid: 'abc' is no number"),
+        ("xid", "²", "is no number"),
+        ("xid", "99999", "Xid 99999 is in no table of ours"),
+        ("exit", "300", "'300' is no exit: expected a code from 0 to 255"),
+        ("exit", "SIGNOTHING", "'SIGNOTHING' is no exit"),
+        ("log", "no/such.log", "no/such.log cannot be read: No such file or directory"),
+        ("kernel", str(ROOT), "cannot be read: Is a directory"),
+        ("dcgm", "no/such.json", "no/such.json cannot be read"),
+        ("xids", "79", f"'xids' is no kind of evidence: one of {', '.join(KINDS)}"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_in_one_sentence(kind: str, what: str, expected: str) -> None:
+    with pytest.raises(Mistake) as refused:
+        explain(kind, what, None, None)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_exit_code_of_dcgmi_says_nothing_about_other_evidence() -> None:
+    with pytest.raises(Mistake, match="--exit-code: 3 is of no use to explain xid"):
+        explain("xid", "79", 3, None)
+
+
+def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(KERNEL.encode())))
+    assert view("kernel", "-")["cause"] == "GPU_FATAL"
+
+
+async def test_as_people_type_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("catalog: {xid: {79: {cause: GPU_RESET, because: ours come back}}}\n")
+    done = await starter(tmp_path, "explain", "xid", "79", "--policy", "mine.yaml")
+    assert done.code == 0 and "GPU_RESET, a root" in done.out and "mine.yaml first: RESET_GPU" in done.out, done
+    assert json.loads((await starter(tmp_path, "explain", "exit", "137", "--json")).out)["cause"] == "UNKNOWN"
+    one_sentence(await starter(tmp_path, "explain", "xid", "12345"), "Xid 12345 is in no table")

@@ -1,0 +1,342 @@
+"""`policy`: presets, explain, change and replay, as people type them; the last two against a real job on a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from temporalio.client import Client, WorkflowHistory
+
+from backends.simulated import Exit, Progress, Script, error_file
+from connection import data_converter
+from console.ladders import PRESETS, WIDTH, policy_lines, policy_view
+from console.policies import change, read, read_changes, trial_lines, trial_view, try_on_events, try_on_history
+from recovery.causes import Cause
+from recovery.model import Phase
+from recovery.policy import preset, preset_names, resolve
+from recovery.replay import replay
+from settings import Mistake
+from tests.console.test_command_line import ROOT, one_sentence, starter
+from tests.workflows.conftest import FAST, _dev
+from tests.workflows.rig import policy, rig
+from workflows.recording import NotReplayable, recording
+
+SOON = (*FAST, "limit.historyCount.suggestContinueAsNew=15")
+
+# A cancel that crosses an activity's end makes the SDK warn from its own poll loop, and there an error ends the worker.
+LATE_CANCEL = pytest.mark.filterwarnings("ignore:Cannot find activity to cancel")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Client]:
+    """A real server that suggests to continue as new after 15 events, so that a history has several runs."""
+    async with _dev([word for value in SOON for word in ("--dynamic-config-value", value)]) as client:
+        yield client
+
+
+async def test_presets_lists_each_with_a_line_of_what_it_is(tmp_path: Path) -> None:
+    done = await starter(tmp_path, "policy", "presets")
+    assert (done.code, set(PRESETS)) == (0, set(preset_names()))
+    listed = dict(line.split(maxsplit=1) for line in done.out.splitlines())
+    assert tuple(sorted(listed)) == preset_names()
+    assert all(len(line) <= WIDTH for line in done.out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_restart: 3\n", ("bad.yaml:1: max_restart: unknown key, did you mean max_restarts?",)),
+        ("max_restarts: -1\n", ("bad.yaml:1: ", "max_restarts", "-1")),
+        ("causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: RESTART_IN_PLACE, delay: 5}\n", ("bad.yaml:4: ", "has no unit")),
+        ("causes:\n  HANG:\n    - {strategy: FAIL, tries: 2}\n", ("bad.yaml:3: ", "FAIL ends a ladder: it takes no tries")),
+        ("causes:\n  HANG:\n    - {strategy: FAIL}\n    - {strategy: ASK}\n", ("bad.yaml:", "causes.HANG", "rung 2 is never reached")),
+        ("timeouts: {lease: 20s}\n", ("bad.yaml:1: ", "set lease to at least 30s")),
+        ("extends: harsh\n", ("bad.yaml:1: ", "'harsh' is no preset")),
+        ("", ("bad.yaml:1: the file is empty",)),
+    ],
+)
+def test_a_mistake_in_a_policy_is_one_sentence_with_file_and_line(tmp_path: Path, text: str, expected: tuple[str, ...]) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(Mistake) as caught:
+        read(str(tmp_path / "bad.yaml"))
+    assert all(word in str(caught.value) for word in expected) and "\n" not in str(caught.value), caught.value
+
+
+async def test_a_policy_that_can_be_used_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text("extends: torchelastic\nmax_restarts: 4\n")
+    done = await starter(tmp_path, "policy", "check", "good.yaml")
+    assert (done.code, done.out) == (0, "good.yaml can be used\n")
+
+
+def test_every_ladder_of_every_preset_is_drawn_within_a_terminal() -> None:
+    for name in preset_names():
+        lines = policy_lines(name, preset(name), None)
+        assert max(map(len, lines)) <= WIDTH
+        titles = [line for line in lines if re.match(r"[A-Z_]+(,|$)", line)]
+        assert sorted(word for line in titles for word in re.findall(r"[A-Z_]+", line)) == sorted(Cause), "each cause once"
+
+
+def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_follows() -> None:
+    made = resolve(
+        {
+            "causes": {
+                "STORAGE": [
+                    {
+                        "strategy": "RESTART_IN_PLACE",
+                        "tries": 4,
+                        "delay": "5s",
+                        "backoff": 2,
+                        "window": "6h",
+                        "key": ["node", "gpu", "code"],
+                    },
+                    {"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "tries": 1, "isolate": True, "spends": False},
+                    {"strategy": "RESCHEDULE_JOB", "tries": 2, "delay": "20m", "backoff": 3},
+                ]
+            }
+        }
+    )
+    text = "\n".join(policy_lines("mine.yaml", made, Cause.STORAGE))
+    assert text.startswith("policy mine.yaml  (over default)\n")
+    ladder = re.sub(r"\s+", " ", text[text.index("STORAGE") :])
+    assert ladder.startswith(
+        "STORAGE 1 RESTART_IN_PLACE 4 tries within 6h, counted by node, GPU and code; after 5s, 10s, 20s, 40s; spends a restart"
+        " ↓ used up 2 REPLACE_NODE when examined UNHEALTHY: 1 try, counted by cause; isolates the suspects; spends no restart"
+        " ↓ used up, or the verdict is HEALTHY or UNKNOWN"
+        " 3 RESCHEDULE_JOB 2 tries, counted by cause; after 20m, 1h; spends a restart ↓ used up the job ends as FAILED"
+    ), ladder
+    rungs = policy_view("mine.yaml", made, Cause.STORAGE)["ladders"][0]["rungs"]
+    assert [rung["delays"] for rung in rungs] == [[5.0, 10.0, 20.0, 40.0], [], [1200.0, 3600.0]]
+
+
+async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(tmp_path: Path) -> None:
+    view = json.loads((await starter(tmp_path, "policy", "explain", "ecs-reboot-once", "--json")).out)
+    assert [ladder["causes"] for ladder in view["ladders"]] == [list(Cause)]
+    assert view["budgets"] == {"max_restarts": 1, "renewal": "never", "no_progress_stop": None, "healthy_for": 3600.0}
+    alone = (await starter(tmp_path, "policy", "explain", "default", "--cause", "hang")).out
+    assert "\nHANG\n  1  RESTART_IN_PLACE  3 tries" in alone and "STORAGE" not in alone
+    one_sentence(await starter(tmp_path, "policy", "explain", "default", "--cause", "HUNG"), "'HUNG' is no cause", "HANG")
+    with pytest.raises(Mistake, match=r"'harsh' is neither a preset .* nor a file"):
+        read("harsh")
+
+
+# --- change -------------------------------------------------------------------------------------------------------------------
+
+
+def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
+    words = ("max_restarts=12", "timeouts.lost_after=5m", "no_progress_stop=off", "causes.HANG=[{strategy: ASK}]", "timeouts.reboot=9m")
+    assert read_changes(None, words).keys == {
+        "max_restarts": 12,
+        "timeouts": {"lost_after": "5m", "reboot": "9m"},
+        "no_progress_stop": False,
+        "causes": {"HANG": [{"strategy": "ASK"}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "expected"),
+    [
+        (None, (), "expected a file, or --set KEY=VALUE"),
+        ("torchelastic", ("max_restarts=3",), "and not both"),
+        ("none.yaml", (), "'none.yaml' is neither a preset"),
+        (None, ("max_restarts",), "'max_restarts' is no KEY=VALUE"),
+        (None, ("max_restarts=[1",), "the value is not YAML"),
+        (None, ("causes.HANG.0.tries=3",), "causes.HANG.0.tries is too deep"),
+        (None, ("hang=off", "hang.after=off"), "hang is set as a whole and in part"),
+    ],
+)
+def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(source: str | None, words: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(Mistake, match=re.escape(expected)):
+        read_changes(source, words)
+
+
+@LATE_CANCEL
+async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(server: Client, tmp_path: Path) -> None:
+    async def refused(job: str, *words: str, file: str | None = None) -> str:
+        with pytest.raises(Mistake) as caught:
+            await change(server, job, read_changes(file, words), "a long night")
+        return str(caught.value)
+
+    words = ("policy", "change", "llama", "--because", "a long night")
+    address = {"TEMPORAL_ADDRESS": server.service_client.config.target_host}
+    assert "no job 'nobody'" in await refused("nobody", "max_restarts=9")
+    async with rig(server, tmp_path, Script((Progress(hangs=True),))) as one:
+        job = await one.submit(name="llama")
+        await job.until_phase(Phase.RUNNING, 1)
+        sets = ("max_restarts=12", "timeouts.lost_after=5m", "causes.HANG=[{strategy: ASK}]")
+        done = await starter(tmp_path, *words, *(word for value in sets for word in ("--set", value)), **address)
+        assert (done.code, done.out.splitlines()) == (
+            0,
+            [
+                "job llama: the policy is in force from the next decision on",
+                "  causes.HANG: RESTART_IN_PLACE 3 times, then REPLACE_NODE when UNHEALTHY 2 times, then FAIL → ASK",
+                "  max_restarts: 8 → 12",
+                "  timeouts.lost_after: 0.6s → 5m",
+            ],
+        ), done
+        state = await job.until(lambda s: s.policy.max_restarts == 12, "changed")
+        assert state.policy_changes[-1].because == "a long night" and "@" in state.policy_changes[-1].by
+        nothing = await change(server, "llama", read_changes(None, ["max_restarts=12"]), "again")
+        assert nothing == ["job llama: nothing to change, its policy says so already"]
+        (tmp_path / "short.yaml").write_text("max_restarts: 3\ntimeouts:\n  leese: 1s\n")
+        one_sentence(await starter(tmp_path, *words, "short.yaml", **address), "short.yaml:3: timeouts.leese: unknown key")
+        assert (await refused("llama", "max_restarts=many")).startswith("--set: max_restarts: ")
+        assert "set lease to at least 0.6s" in await refused("llama", "timeouts.lease=0.3s")
+        assert (await job.state()).policy.max_restarts == 12, "a refusal changes nothing"
+        over_a_preset = await change(server, "llama", read_changes("torchelastic", []), "as at home")
+        assert "  max_restarts: 12 → 3" in over_a_preset
+        await job.handle.signal("cancel")
+        await job.result()
+        assert "job llama has ended (CANCELLED)" in await refused("llama", "max_restarts=9")
+
+
+# --- replay -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--history", "a", "--events", "b"), ("--events", "b", "--run", "c")], ids=["nothing", "both", "run of a file"]
+)
+async def test_replay_is_of_a_history_or_of_a_file(tmp_path: Path, words: tuple[str, ...]) -> None:
+    one_sentence(await starter(tmp_path, "policy", "replay", "default", *words), "expected --history JOB [--run RUN_ID], or --events")
+
+
+@LATE_CANCEL
+async def test_a_policy_is_replayed_over_all_runs_of_a_real_job(server: Client, tmp_path: Path) -> None:
+    boom = error_file("ValueError: boom", "Traceback")
+    faults = tuple(Exit(generation=g, rank=3, exit_code=1, error=boom) for g in (1, 2, 3))
+    always = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
+    (tmp_path / "twice.yaml").write_text("causes: {APPLICATION: [{strategy: RESTART_IN_PLACE, tries: 2}, {strategy: FAIL}]}\n")
+    async with rig(server, tmp_path, Script(faults, then="succeed")) as one:
+        job = await one.submit(policy(max_restarts=100, causes=always), name="llama")
+        await job.result()
+        runs = await job.runs()
+        assert len(runs) >= 2, "it has continued as new"
+        same = trial_view(await try_on_history(server, "llama", resolve({"max_restarts": 100, "causes": always}), None))
+        assert same["differ"] == 0
+        strategies = [each["strategy"] for each in same["decisions"] if each["decision"] == "Relaunch"]
+        assert strategies == [None, "RESTART_IN_PLACE", "RESTART_IN_PLACE", "RESTART_IN_PLACE"]
+        assert all(each["then"] is not None and not each["differs"] for each in same["decisions"])
+
+        words = ("policy", "replay", "twice.yaml", "--history", "llama", "--run", runs[0].run_id)
+        done = await starter(tmp_path, *words, TEMPORAL_ADDRESS=server.service_client.config.target_host)
+        lines = done.out.splitlines()
+        assert (done.code, done.err) == (0, ""), done
+        assert [line[:2] for line in lines if "Stop FAILED" in line] == ["! "]
+        assert any(line.endswith("[then Relaunch RESTART_IN_PLACE]") for line in lines), lines
+        assert lines[-2] == f"{len(same['decisions'])} decisions, 1 differ"
+        assert lines[-1].startswith("this policy would have ended the job at 20")
+        with pytest.raises(Mistake, match="job llama has no run '0d7e2ae9"):
+            await try_on_history(server, "llama", preset("default"), "0d7e2ae9-5a4f-4d29-8c8e-3e0f6ff0a9be")
+
+
+HISTORIES = ROOT / "tests" / "histories"
+
+
+@pytest.mark.parametrize("path", sorted(HISTORIES.glob("*.json")), ids=lambda path: path.stem)
+async def test_a_job_replayed_under_its_own_policy_decides_the_same(path: Path) -> None:
+    history = WorkflowHistory.from_json(f"job/{path.stem}", path.read_text())
+    made = await recording([history], "default", data_converter())
+    assert made.steps[0].event.kind == "Submitted"
+    assert [one for one in replay(made.job.policy, made.job, made.steps) if one.differs] == []
+
+
+async def test_a_history_of_another_program_is_refused() -> None:
+    text = json.loads((HISTORIES / "success.json").read_text())
+    for event in text["events"]:
+        if scheduled := event.get("activityTaskScheduledEventAttributes"):
+            scheduled["activityType"]["name"] = "feed_cats"
+    history = WorkflowHistory.from_json("job/success", json.dumps(text))
+    with pytest.raises(NotReplayable, match="feed_cats"):
+        await recording([history], "default", data_converter())
+
+
+# --- files of events ----------------------------------------------------------------------------------------------------------
+
+EXAMPLE = re.compile(r"```jsonl\n(.*?)```", re.DOTALL)
+
+
+async def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    found = EXAMPLE.search((ROOT / "docs" / "reference" / "events.md").read_text())
+    assert found is not None
+    (tmp_path / "week.jsonl").write_text(found[1])
+    done = await starter(tmp_path, "policy", "replay", "default", "--events", "week.jsonl", "--json")
+    assert (done.code, done.err) == (0, ""), done
+    view = json.loads(done.out)
+    assert view["differ"] == 0 and all(each["then"] is None for each in view["decisions"])
+    faults = [(each["at"], each["strategy"]) for each in view["decisions"] if each["event"] in ("FaultObserved", "RanksHung")]
+    assert faults == [("+12m", "RESTART_IN_PLACE"), ("+1h", "REPLACE_NODE"), ("+3h", "RESTART_IN_PLACE")]
+    keys = {"at", "event", "decision", "strategy", "phase", "because", "spent", "left", "then", "differs", "difference"}
+    assert all(each.keys() == keys for each in view["decisions"])
+
+    plain = (await starter(tmp_path, "policy", "replay", "gputasker", "--events", "week.jsonl")).out.splitlines()
+    assert plain[-2:] == ["3 decisions", "the job has ended at +12m: 5 events after that change nothing"], plain
+
+
+def events(folder: Path, *lines: str, rules: str = "default") -> list[str]:
+    (folder / "events.jsonl").write_text("\n".join(lines))
+    return trial_lines(try_on_events(preset(rules), folder / "events.jsonl"))
+
+
+FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (("",), ":1: the file is empty"),
+        (("{}",), ":1: at: missing, expected a duration"),
+        (('{"at": "5m"}',), ":1: kind: missing, expected one of"),
+        (('{"at": "5m", "kind": "RankExit"}',), ":1: kind: 'RankExit' is unknown, did you mean RankExited?"),
+        (("[1]",), ":1: '[1]' is no JSON object"),
+        (('{"at": 5m}',), ":1: not JSON"),
+        (('{"at": 5, "kind": "RanksHung"}',), ":1: at: 5 has no unit"),
+        (('{"at": "soon", "kind": "RanksHung"}',), ":1: at: 'soon' is not a duration"),
+        (('{"at": "2026-13-01", "kind": "RanksHung"}',), ":1: at: '2026-13-01' is no time"),
+        (("", '{"at": "5m", "kind": "RanksHung"}', '{"at": "3m", "kind": "RanksHung"}'), ":3: at: 3m is before 5m"),
+        (('{"at": "5m", "kind": "RanksHung", "rank": [1]}',), ":1: rank: unknown key, did you mean ranks?"),
+        (('{"at": "5m", "kind": "RankExited", "node": "n2", "rank": 1}',), ":1: exit_code: missing, expected it or signal"),
+        (('{"at": "5m", "kind": "RankExited", "rank": 1, "exit_code": 1}',), ":1: node: missing in RankExited"),
+        (('{"at": "5m", "kind": "RankExited", "node": "n1", "rank": "x", "exit_code": 1}',), ":1: rank: Input should be a valid integer"),
+        (('{"at": "5m", "kind": "ProgressSeen"}',), ":1: step: missing in ProgressSeen"),
+        (('{"at": "5m", "kind": "ProgressSeen", "step": "ten"}',), ":1: step: Input should be a valid integer"),
+        (('{"at": "5m", "kind": "NodeUnreachable", "node": "n1", "unheard_for": "90"}',), ":1: unheard_for: '90' is not a duration"),
+        (('{"at": "5m", "kind": "NodesExamined", "examined": {"n1": "SICK"}}',), ":1: examined.0.verdict: "),
+        (('{"at": "5m", "kind": "FaultObserved", "observations": [{"kind": "x"}]}',), ":1: observations: each is an object whose kind"),
+        (('{"at": "5m", "kind": "PolicyChanged"}',), ":1: kind: 'PolicyChanged' is unknown"),
+        (('{"job": {"nodes": 0}}',), ":1: job.nodes: 0 is not a number of nodes"),
+        (('{"job": {}, "at": "5m"}',), ":1: job: expected an object with keys of a job file, and nothing beside it"),
+        (('{"at": "5m", "kind": "RanksHung"}', '{"job": {}}'), ":2: job: only the first line describes the job"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_one_sentence_with_file_and_line(tmp_path: Path, lines: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(Mistake) as refused:
+        events(tmp_path, *lines)
+    said = str(refused.value).removeprefix(str(tmp_path / "events.jsonl"))
+    assert said.startswith(expected) and "\n" not in said, said
+
+
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"none\.jsonl cannot be read"):
+        try_on_events(preset("default"), tmp_path / "none.jsonl")
+
+
+def test_times_of_day_are_shown_as_such_and_durations_count_from_the_first(tmp_path: Path) -> None:
+    lines = events(tmp_path, f'{{"at": "2026-03-01T12:00:00+01:00", {FAULT}}}', f'{{"at": "10m", {FAULT}}}')
+    assert [line.split()[0] for line in lines[:-1] if "FaultObserved" in line] == ["2026-03-01T11:00:00Z", "2026-03-01T11:10:00Z"]
+
+
+def test_answers_may_be_written_in_short_and_nodes_may_have_names(tmp_path: Path) -> None:
+    lines = events(
+        tmp_path,
+        '{"job": {"nodes": 2, "metadata": {"annotations": {"fault-tolerance/job-retry-num": "5"}}}}',
+        '{"at": "0s", "kind": "NodesAcquired", "nodes": ["gpu-07", "gpu-08"]}',
+        *(f'{{"at": "{n}m", {FAULT.replace("n2", "gpu-08")}, "error": "ValueError: boom"}}' for n in (1, 2, 3)),
+        '{"at": "9m", "kind": "NodesExamined", "examined": {"gpu-08": "UNHEALTHY"}}',
+        '{"at": "20m", "kind": "FaultObserved", "observations": [{"kind": "RanksVanished", "node": "gpu-07"}], "silent": {"n1": "30s"}}',
+    )
+    text = "\n".join(lines)
+    assert "[left: 1 RESTART_IN_PLACE for APPLICATION, 4 of 5 restarts]" in text, "annotations count"
+    assert "gpu-08 examined: UNHEALTHY" in text and "generation 4 runs on gpu-07, n1" in text, text
+    assert "gpu-07: the ranks are gone and nobody saw how; RESTART_IN_PLACE 1 of 2 for NODE_FAULT" in text

@@ -1,0 +1,132 @@
+"""Each preset on real ranks: what the tables of `tests/recovery` say is what the workflow does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from backends.local import cut, heal
+from recovery.model import Incident
+from tests.chaos.world import HANG_AFTER, Job, World, chaos_policy
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+
+def preset(name: str, **changes: Any) -> Any:
+    """The preset with seconds instead of minutes."""
+    return chaos_policy(extends=name, hang=changes.pop("hang", {}), **changes)
+
+
+async def trained(job: Job, generation: int) -> None:
+    await job.until_phase("RUNNING", generation=generation)
+    await job.until_steps()
+
+
+async def ended(job: Job, phase: str) -> list[tuple[str, str | None, bool]]:
+    """Wait for the end; return (decision, strategy, spent) of all incidents."""
+    await job.until_phase(phase)
+    incidents: list[Incident] = await job.incidents()
+    decisions = [(d.decision, d.strategy, d.spent) for incident in incidents for d in incident.decisions]
+    await job.world.tidy(job)
+    return decisions
+
+
+def fail(job: Job, rank: int, words: str = "ValueError: bad batch") -> None:
+    (job.folder / f"fail.{rank}").write_text(words)
+
+
+async def test_S1_5_ecs_reboot_once_examines_after_exit_1_and_fails_the_job_when_nothing_is_found(world: World) -> None:
+    job = await world.submit(policy=preset("ecs-reboot-once"))
+    await trained(job, 1)
+    fail(job, 1)
+    assert await ended(job, "FAILED") == [("Examine", None, False), ("Stop", None, False)]
+    assert (await job.state()).generation == 1
+    assert job.rank_pids() == []
+
+
+async def test_S1_1_ecs_reboot_once_fails_the_job_at_once_for_any_other_exit(world: World) -> None:
+    job = await world.submit(policy=preset("ecs-reboot-once"))
+    await trained(job, 1)
+    os.kill(job.rank_pids()[0], signal.SIGSEGV)
+    assert await ended(job, "FAILED") == [("Stop", None, False)]
+
+
+async def test_S2_3_gputasker_starts_nothing_twice(world: World) -> None:
+    job = await world.submit(policy=preset("gputasker"))
+    await trained(job, 1)
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
+    assert await ended(job, "FAILED") == [("Stop", None, False)]
+    assert {line["token"].rpartition("/")[2] for line in job.starts()} == {"1"}
+
+
+async def test_S2_8_gputasker_keeps_the_ranks_of_a_lost_node_and_goes_on_when_it_answers(world: World) -> None:
+    job = await world.submit(policy=preset("gputasker"))
+    await trained(job, 1)
+    await job.until_watched()
+    pids = job.rank_pids()
+    cut(world.node("n2"), ("controller-in", "controller-out"))
+    await job.until_phase("NODE_LOST")
+    heal(world.node("n2"))
+    await trained(job, 1)
+    assert pids == job.rank_pids()
+    job.let_end()
+    assert {("Wait", None, False)} == set(await ended(job, "SUCCEEDED"))
+
+
+async def test_S3_2_torchelastic_restarts_everybody_up_to_max_restarts_and_progress_gives_nothing_back(world: World) -> None:
+    job = await world.submit(policy=preset("torchelastic", max_restarts=2))
+    for generation in (1, 2):
+        await trained(job, generation)
+        os.kill(job.rank_pids()[0], signal.SIGKILL)
+    await trained(job, 3)
+    fail(job, 0)
+    assert await ended(job, "FAILED") == [("Relaunch", "RESTART_IN_PLACE", True)] * 2 + [("Stop", None, False)]
+
+
+async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(world: World) -> None:
+    job = await world.submit(policy=preset("modelarts", max_restarts=8))
+    for generation in (1, 2, 3):
+        await trained(job, generation)
+        fail(job, 0)
+        await job.until_phase("RUNNING", generation=generation + 1)
+    await trained(job, 4)
+    fail(job, 0)
+    assert await ended(job, "FAILED") == [("Relaunch", "RESCHEDULE_JOB", True)] * 3 + [("Stop", None, False)]
+
+
+async def test_S4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) -> None:
+    job = await world.submit(policy=preset("modelarts", hang={"after": HANG_AFTER, "first_step": "30s", "checkpoint": "30s"}))
+    await trained(job, 1)
+    os.kill(job.rank_pids()[0], signal.SIGSTOP)
+    await trained(job, 2)
+    assert (await job.state()).restarts_spent == 0
+    job.let_end()
+    assert ("Relaunch", "RESTART_IN_PLACE", False) in await ended(job, "SUCCEEDED")
+
+
+RAISES_ON_RANK_1 = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise ValueError("bad batch")
+time.sleep(600)
+"""
+
+
+async def test_default_restarts_then_examines_then_takes_another_node_then_blames_the_code(world: World) -> None:
+    job = await world.submit(command=[world.python, "-S", "-c", RAISES_ON_RANK_1])
+    decisions = await ended(job, "FAILED")
+    assert decisions == [
+        ("Relaunch", "RESTART_IN_PLACE", True),
+        ("Relaunch", "RESTART_IN_PLACE", True),
+        ("Examine", None, False),
+        ("Relaunch", "REPLACE_NODE", True),
+        ("Relaunch", "RESTART_IN_PLACE", True),
+        ("Relaunch", "RESTART_IN_PLACE", True),
+        ("Examine", None, False),
+        ("Stop", None, False),
+    ]
+    state = await job.state()
+    assert (state.slots[0].node, state.slots[1].node, state.avoided) == ("n1", "n3", ())

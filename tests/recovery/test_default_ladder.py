@@ -1,0 +1,258 @@
+"""The policy of a job that names none, walked to its end for every cause: what it tries, what it never does, and that it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count, pairwise
+from typing import Literal
+
+import pytest
+
+from recovery.causes import HARDWARE_CAUSES, Cause
+from recovery.events import NodesAcquired, StepReached
+from recovery.evidence import Verdict
+from recovery.model import Diagnosis, Examine, Incident, JobState, Phase, Relaunch, Repair, Slot
+from recovery.policy import Strategy
+from tests.recovery.builders import at, climbed, found, mended, relaunched, running, step, told
+
+Where = Literal["stays", "wanders"]
+"""stays: the fault is always in the same place, whatever node fills it, so the code or the place is at fault;
+wanders: it is in either place by turns."""
+
+OTHERS = (Cause.NODE_LOST, Cause.PREEMPTED, Cause.NETWORK, Cause.STORAGE, Cause.PLATFORM)
+"""Neither the job's own doing nor a node's hardware."""
+SOFT = (
+    Cause.USER_INPUT,
+    Cause.APPLICATION,
+    Cause.OUT_OF_MEMORY,
+    Cause.NUMERICS,
+    Cause.GPU_USER_INDUCED,
+    Cause.HANG,
+    Cause.UNKNOWN,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    job: JobState
+    said: tuple[str, ...]
+    faults: int
+
+
+@cache
+def walked(
+    cause: Cause, verdict: Verdict = Verdict.HEALTHY, where: Where = "stays", outcome: Literal["done", "refused"] = "done"
+) -> Walked:
+    """The same fault again and again, every examination and every repair with the same end, until the job stops or asks."""
+    job, places, newest = running(), ["n1", "n2"], 2
+    said: list[str] = []
+    for fault in count(1):
+        assert fault < 60, said
+        node = places[1 if where == "stays" else fault % 2]
+        gpus, code = (("0000:05:00",), "Xid 94") if cause.name.startswith("GPU") else ((), "exit 1")
+        # A hang says which ranks wait, not which node they wait for.
+        suspects = () if cause is Cause.HANG else (node,)
+        job, decision = climbed(job, Diagnosis(cause, "boom", nodes=suspects, gpus=gpus, code=code, exit_code=1), at(fault))
+        while True:
+            said.append(told(decision))
+            if isinstance(decision, Examine):
+                answer = found(**{one: verdict if one == node else "HEALTHY" for one in decision.nodes})
+                job, decision = step(job, answer(job), at(fault))
+            elif isinstance(decision, Repair):
+                job, decision = step(job, mended(outcome)(job), at(fault))
+            else:
+                break
+        if not isinstance(decision, Relaunch):
+            return Walked(job, tuple(said), fault)
+        for index, name in enumerate(places):
+            if name in decision.without:
+                newest += 1
+                places[index] = f"n{newest}"
+        job, _ = step(job, NodesAcquired(tuple(Slot(name, name) for name in places)), at(fault))
+        job = relaunched(job, at(fault))
+    raise AssertionError
+
+
+R, FAILED, ASK = "RESTART_IN_PLACE", "FAILED 1", "ASK"
+
+
+def look(*nodes: str) -> str:
+    return f"EXAMINE {' '.join(nodes)}"
+
+
+def swap(node: str, *, isolate: bool = False) -> str:
+    return f"REPLACE_NODE without {node}" + (f" avoiding {node}" if isolate else "")
+
+
+def bad(node: str) -> str:
+    return swap(node, isolate=True)
+
+
+ANY = tuple(Verdict)
+NOT_UNHEALTHY = (Verdict.HEALTHY, Verdict.UNKNOWN)
+ROWS: list[tuple[Cause, tuple[Verdict, ...], Where, list[str]]] = [
+    (Cause.USER_INPUT, ANY, "stays", [FAILED]),
+    (Cause.USER_INPUT, ANY, "wanders", [FAILED]),
+    # Restarted, then looked at where it repeats, then tried elsewhere; then it is the code.
+    (Cause.APPLICATION, NOT_UNHEALTHY, "stays", [R, R, look("n2"), swap("n2"), R, R, look("n3"), FAILED]),
+    (
+        Cause.APPLICATION,
+        (Verdict.UNHEALTHY,),
+        "stays",
+        [R, R, look("n2"), bad("n2"), R, R, look("n3"), bad("n3"), R, R, look("n4"), FAILED],
+    ),
+    (Cause.APPLICATION, NOT_UNHEALTHY, "wanders", [R, R, R, R, look("n2"), swap("n2"), look("n1"), FAILED]),
+    (
+        Cause.APPLICATION,
+        (Verdict.UNHEALTHY,),
+        "wanders",
+        [R, R, R, R, look("n2"), bad("n2"), look("n1"), bad("n1"), R, R, R, R, look("n3"), FAILED],
+    ),
+    (Cause.GPU_USER_INDUCED, NOT_UNHEALTHY, "stays", [R, R, look("n2"), swap("n2"), R, R, look("n3"), FAILED]),
+    (
+        Cause.GPU_USER_INDUCED,
+        (Verdict.UNHEALTHY,),
+        "stays",
+        [R, R, look("n2"), bad("n2"), R, R, look("n3"), bad("n3"), R, R, look("n4"), FAILED],
+    ),
+    (Cause.GPU_USER_INDUCED, NOT_UNHEALTHY, "wanders", [R, R, R, R, look("n2"), swap("n2"), look("n1"), FAILED]),
+    (Cause.OUT_OF_MEMORY, ANY, "stays", [R, FAILED]),
+    (Cause.OUT_OF_MEMORY, ANY, "wanders", [R, FAILED]),
+    (Cause.NUMERICS, NOT_UNHEALTHY, "stays", [R, R, look("n2"), FAILED]),
+    (Cause.NUMERICS, (Verdict.UNHEALTHY,), "stays", [R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), FAILED]),
+    (Cause.UNKNOWN, NOT_UNHEALTHY, "stays", [R, R, R, look("n2"), swap("n2"), look("n3"), FAILED]),
+    (Cause.UNKNOWN, (Verdict.UNHEALTHY,), "stays", [R, R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), look("n4"), FAILED]),
+    # Nobody is suspected of a hang, so everybody is looked at.
+    (Cause.HANG, NOT_UNHEALTHY, "stays", [R, R, R, look("n1", "n2"), FAILED]),
+    (Cause.HANG, (Verdict.UNHEALTHY,), "stays", [R, R, R, look("n1", "n2"), bad("n2"), look("n1", "n3"), bad("n3"), FAILED]),
+    (Cause.NETWORK, NOT_UNHEALTHY, "stays", [R, R, R, look("n2"), ASK]),
+    (Cause.NETWORK, (Verdict.UNHEALTHY,), "stays", [R, R, R, look("n2"), bad("n2"), look("n3"), bad("n3"), ASK]),
+    (Cause.STORAGE, ANY, "stays", [R] * 5 + [ASK]),
+    (Cause.PLATFORM, ANY, "stays", [R] * 5 + [ASK]),
+    (Cause.NODE_LOST, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 8)), ASK]),
+    (Cause.PREEMPTED, ANY, "stays", [*(swap(f"n{n}") for n in range(2, 22)), ASK]),
+    # A node's own fault: nobody is asked, the kernel has spoken.
+    (Cause.GPU_FATAL, ANY, "stays", [*(bad(f"n{n}") for n in range(2, 8)), ASK]),
+    (
+        Cause.GPU_TRANSIENT,
+        ANY,
+        "stays",
+        [*([R, R, R, bad("n2"), R, R, R, bad("n3"), R, R, R, bad("n4"), R, R, R, bad("n5"), R, R, R]), ASK],
+    ),
+    (Cause.NODE_FAULT, ANY, "stays", [R, R, bad("n2"), R, R, bad("n3"), R, R, bad("n4"), R, R, bad("n5"), R, R, ASK]),
+]
+
+
+@pytest.mark.parametrize(
+    ("cause", "verdict", "where", "expected"),
+    [
+        pytest.param(cause, verdict, where, expected, id=f"{cause} that {where}, {verdict} when examined")
+        for cause, verdicts, where, expected in ROWS
+        for verdict in verdicts
+    ],
+)
+def test_the_whole_ladder_of_a_cause(cause: Cause, verdict: Verdict, where: Where, expected: list[str]) -> None:
+    assert list(walked(cause, verdict, where).said) == expected
+
+
+@pytest.mark.parametrize("node", ["n2", "n3", "n4", "n5"])
+@pytest.mark.parametrize("outcome", ["done", "refused"])
+def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help(outcome: Literal["done", "refused"], node: str) -> None:
+    said = walked(Cause.GPU_RESET, outcome=outcome).said
+    reset = f"RESET_GPU {node} 0000:05:00"
+    each = [reset, "LAUNCH", reset, "LAUNCH", bad(node)] if outcome == "done" else [reset, bad(node)]
+    begins = said.index(reset)
+    assert list(said[begins : begins + len(each)]) == each
+    assert said[-1] == ASK
+
+
+CASES = [
+    pytest.param(cause, verdict, where, id=f"{cause} that {where}, {verdict} when examined")
+    for cause in Cause
+    for verdict in Verdict
+    for where in ("stays", "wanders")
+]
+
+
+@pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
+@pytest.mark.parametrize("outcome", ["done", "refused"])
+def test_every_ladder_ends(cause: Cause, verdict: Verdict, where: Where, outcome: Literal["done", "refused"]) -> None:
+    """Two places: at most 4 nodes are left for each hardware cause, and each is tried three times at most before."""
+    end = walked(cause, verdict, where, outcome)
+    assert end.said[-1] in (FAILED, ASK)
+    assert end.faults <= 24
+    assert end.job.phase in (Phase.STOPPING, Phase.WAITING_FOR_PERSON)
+
+
+@pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
+def test_the_jobs_own_faults_fail_it_and_all_others_end_with_a_person(cause: Cause, verdict: Verdict, where: Where) -> None:
+    assert walked(cause, verdict, where).said[-1] == (FAILED if cause in SOFT else ASK)
+
+
+@pytest.mark.parametrize(("cause", "verdict", "where"), [case for case in CASES if case.values[0] in SOFT])
+def test_a_node_is_never_rebooted_or_reset_for_what_a_program_may_have_done(cause: Cause, verdict: Verdict, where: Where) -> None:
+    job = walked(cause, verdict, where).job
+    assert not {one.strategy for one in job.tries} & {Strategy.REBOOT_NODE, Strategy.RESET_GPU}
+    assert all(rung.strategy not in (Strategy.REBOOT_NODE, Strategy.RESET_GPU) for rung in job.policy.ladder(cause))
+
+
+@pytest.mark.parametrize(("cause", "verdict", "where"), [case for case in CASES if case.values[0] in (*HARDWARE_CAUSES, *OTHERS)])
+def test_what_is_not_the_jobs_own_fault_takes_none_of_its_restarts(cause: Cause, verdict: Verdict, where: Where) -> None:
+    job = walked(cause, verdict, where).job
+    assert job.restarts_spent == 0
+    assert not any(one.spent for one in job.tries)
+    assert not any(rung.spends for rung in job.policy.ladder(cause) if not rung.strategy.ends)
+
+
+@pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
+def test_a_node_is_avoided_only_for_its_hardware_or_when_it_was_found_unhealthy(cause: Cause, verdict: Verdict, where: Where) -> None:
+    avoided = walked(cause, verdict, where).job.avoided
+    if cause in HARDWARE_CAUSES:
+        assert avoided
+    elif verdict is not Verdict.UNHEALTHY:
+        assert avoided == ()
+
+
+@pytest.mark.parametrize("where", ["stays", "wanders"])
+@pytest.mark.parametrize("cause", list(Cause))
+def test_an_unknown_verdict_is_never_taken_for_unhealthy(cause: Cause, where: Where) -> None:
+    """Where a node cannot be examined the default does as if nothing were wrong with it, and says that nothing is known."""
+    assert walked(cause, Verdict.UNKNOWN, where).said == walked(cause, Verdict.HEALTHY, where).said
+
+
+@pytest.mark.parametrize(("cause", "verdict", "where"), CASES)
+def test_a_fault_is_examined_once(cause: Cause, verdict: Verdict, where: Where) -> None:
+    said = walked(cause, verdict, where).said
+    assert not any(one.startswith("EXAMINE") and then.startswith("EXAMINE") for one, then in pairwise(said))
+
+
+@pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.USER_INPUT])
+def test_progress_gives_back_what_has_no_window(cause: Cause) -> None:
+    """A fault once a day for a month ends no job, whatever it is; hardware and links have windows of a day at most."""
+    job = running(nodes=2)
+    for day in range(1, 31):
+        fault = Diagnosis(cause, "boom", nodes=("n2",), gpus=("0000:05:00",) if cause.name.startswith("GPU") else (), code="exit 1")
+        now = at(day * 86_400)
+        job, decision = climbed(job, fault, now)
+        if isinstance(decision, Repair):
+            job, decision = step(job, mended()(job), now)
+        assert isinstance(decision, Relaunch), (day, decision)
+        job = replace(relaunched(job, now), incident=Incident(now, job.generation, cause, "boom"))
+        job, _ = step(job, StepReached(job.generation, day * 100, at(day * 86_400 + 3600)), at(day * 86_400 + 3600))
+        assert job.restarts_spent == 0
+
+
+def test_a_fault_that_goes_from_gpu_to_gpu_of_a_large_job_ends_as_well() -> None:
+    """Each GPU has tries of its own and the job forgets its oldest tries: something has to count them all."""
+    job, nodes = running(nodes=16), 16
+    for fault in count():
+        gpu = Diagnosis(
+            Cause.GPU_TRANSIENT, "boom", nodes=(f"n{fault % nodes + 1}",), gpus=(f"0000:{fault // nodes % 8:02x}:00",), code="Xid 94"
+        )
+        job, decision = climbed(job, gpu, at(fault))
+        if not isinstance(decision, Relaunch):
+            break
+        assert fault < 400, "every rank of the job has been started four hundred times, free of charge and without a step forward"
+        job = relaunched(job, at(fault))
+    assert told(decision) in (FAILED, ASK)

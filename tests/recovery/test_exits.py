@@ -1,0 +1,373 @@
+"""Exits, last lines and stop codes become findings."""
+
+from __future__ import annotations
+
+import pytest
+
+from recovery.catalog import CatalogOverrides, catalog
+from recovery.causes import Cause
+from recovery.evidence import Finding, Role
+from recovery.exits import read_ecs_stop, read_exit, read_log
+from recovery.kernel_log import read_kernel_log
+
+RANK_KILLED = "Memory cgroup out of memory: Killed process 123 (python3) total-vm:98123456kB, anon-rss:65012345kB"
+OTHER_KILLED = "Out of memory: Killed process 77 (chrome) total-vm:98123456kB, anon-rss:65012345kB"
+
+
+def read(exit_code: int | None, signal: int | None = None, *, stopped: bool = False, kernel: str = "", pid: int | None = 123) -> Finding:
+    findings = read_kernel_log(kernel.splitlines(), catalog())
+    return read_exit(exit_code, signal, stopped=stopped, kernel=findings, pid=pid, catalog=catalog())
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "code", "role", "cause"),
+    [
+        (0, None, "exit 0", Role.INFORMATION, None),
+        (1, None, "exit 1", Role.WRAPPER, Cause.APPLICATION),
+        (3, None, "exit 3", Role.WRAPPER, Cause.APPLICATION),
+        (14, None, "exit 14", Role.WRAPPER, Cause.APPLICATION),
+        (93, None, "exit 93", Role.ROOT, Cause.APPLICATION),
+        (107, None, "exit 107", Role.SYMPTOM, Cause.STORAGE),
+        (126, None, "exit 126", Role.ROOT, Cause.USER_INPUT),
+        (127, None, "exit 127", Role.ROOT, Cause.USER_INPUT),
+        (128, None, "exit 128", Role.SYMPTOM, Cause.UNKNOWN),
+        (130, None, "exit 130", Role.SYMPTOM, Cause.UNKNOWN),
+        (132, None, "exit 132", Role.ROOT, Cause.APPLICATION),
+        (134, None, "exit 134", Role.WRAPPER, Cause.UNKNOWN),
+        (137, None, "exit 137", Role.SYMPTOM, Cause.UNKNOWN),
+        (139, None, "exit 139", Role.ROOT, Cause.APPLICATION),
+        (143, None, "exit 143", Role.SYMPTOM, Cause.UNKNOWN),
+        (245, None, "exit 245", Role.ROOT, Cause.APPLICATION),
+        (247, None, "exit 247", Role.SYMPTOM, Cause.UNKNOWN),
+        (255, None, "exit 255", Role.WRAPPER, Cause.APPLICATION),
+        (-11, None, "SIGSEGV", Role.ROOT, Cause.APPLICATION),
+        (None, 6, "SIGABRT", Role.WRAPPER, Cause.UNKNOWN),
+        (None, 7, "SIGBUS", Role.ROOT, Cause.APPLICATION),
+        (None, 9, "SIGKILL", Role.SYMPTOM, Cause.UNKNOWN),
+        (None, 15, "SIGTERM", Role.SYMPTOM, Cause.UNKNOWN),
+        (None, 40, "signal 40", Role.SYMPTOM, Cause.UNKNOWN),
+        (None, None, "exit unknown", Role.SYMPTOM, Cause.UNKNOWN),
+    ],
+)
+def test_an_exit_by_itself(exit_code: int | None, signal: int | None, code: str, role: Role, cause: Cause | None) -> None:
+    found = read(exit_code, signal)
+    assert ("exit", code, role, cause, 123) == (found.source, found.code, found.role, found.cause, found.pid)
+    assert found.because
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "stopped", "kernel", "pid", "role", "cause", "words"),
+    [
+        pytest.param(None, 9, True, "", 123, Role.CASCADE, None, "we stopped it", id="we did it"),
+        pytest.param(137, None, True, "", 123, Role.CASCADE, None, "we stopped it", id="we did it, through a shell"),
+        pytest.param(None, 9, False, RANK_KILLED, 123, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="the kernel names the process"),
+        pytest.param(
+            None, 9, False, RANK_KILLED, None, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="no pid known: the kernel names a rank"
+        ),
+        pytest.param(None, 9, False, RANK_KILLED, 999, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="the kernel names another process"),
+        pytest.param(None, 9, False, OTHER_KILLED, None, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="no pid known: no rank was named"),
+        pytest.param(
+            None, 9, False, OTHER_KILLED, 77, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="by its pid a rank may have any name"
+        ),
+        pytest.param(
+            137, None, False, RANK_KILLED, 999, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="a shell passes on what killed its child"
+        ),
+        pytest.param(137, None, False, OTHER_KILLED, 999, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="a shell, and no rank was named"),
+        pytest.param(247, None, False, RANK_KILLED, 999, Role.ROOT, Cause.OUT_OF_MEMORY, "for memory", id="a Python launcher passes it on"),
+        pytest.param(
+            None, 9, False, "eth0: Lost carrier", 123, Role.SYMPTOM, Cause.UNKNOWN, "nothing says", id="other words of the kernel"
+        ),
+        pytest.param(None, 9, False, "", 123, Role.SYMPTOM, Cause.UNKNOWN, "nothing says by whom", id="nobody says"),
+        pytest.param(None, 11, False, RANK_KILLED, 123, Role.ROOT, Cause.APPLICATION, "segmentation", id="another signal is not memory"),
+    ],
+)
+def test_137_is_told_apart(
+    exit_code: int | None, signal: int | None, stopped: bool, kernel: str, pid: int | None, role: Role, cause: Cause | None, words: str
+) -> None:
+    found = read(exit_code, signal, stopped=stopped, kernel=kernel, pid=pid)
+    assert (role, cause) == (found.role, found.cause)
+    assert words in found.because
+
+
+def test_s1_1_a_code_that_stands_for_a_signal_says_so() -> None:
+    assert "exited with code 137, which stands for SIGKILL: " in read(137).because
+    assert read(3).because == "exited with code 3"
+    assert read(None, 11).because == "killed by SIGSEGV: segmentation fault"
+
+
+def test_success_is_success_also_when_we_stopped_it() -> None:
+    assert Role.INFORMATION is read(0, stopped=True).role
+
+
+def test_a_users_row_is_read_by_code_before_by_signal() -> None:
+    ours = catalog(
+        CatalogOverrides.model_validate(
+            {
+                "exit": {
+                    "exit 143": {"cause": "PREEMPTED", "meaning": "our scheduler"},
+                    "SIGTERM": {"cause": "PLATFORM", "meaning": "our agent"},
+                    "exit 42": {"cause": "PREEMPTED", "meaning": "our scheduler"},
+                }
+            }
+        )
+    )
+    causes = [
+        read_exit(code, signal, stopped=False, kernel=(), pid=None, catalog=ours).cause
+        for code, signal in ((143, None), (None, 15), (42, None))
+    ]
+    assert causes == [Cause.PREEMPTED, Cause.PLATFORM, Cause.PREEMPTED]
+
+
+LINES: list[tuple[str, str]] = [
+    ("signal_exit", "Signal 9 (SIGKILL) received by PID 4242"),
+    ("signal_exit", "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGSEGV"),
+    ("signal_exit", "E1121 10:00:00 api.py:874] failed (exitcode: -9) local_rank: 3 (pid: 4242) of binary: /usr/bin/python3"),
+    ("child_failed", "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"),
+    ("child_failed", "Root Cause (first observed failure):"),
+    ("xid_line", "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."),
+    ("gpu_off_bus", "Unable to determine the device handle for GPU0000:05:00.0: GPU is lost.  Reboot the system to recover this GPU"),
+    ("cuda_ecc_uncorrectable", "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
+    ("nvlink_fault", "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution"),
+    ("peer_memory", "RuntimeError: CUDA error: peer mapping resources exhausted"),
+    ("peer_memory", "NET/IB : GPU Direct RDMA disabled, nvidia_peermem not loaded"),
+    ("cuda_not_ready", "RuntimeError: CUDA error: system not yet initialized"),
+    ("cuda_not_ready", "Failed to initialize NVML: Driver/library version mismatch"),
+    ("cuda_oom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"),
+    ("cuda_oom", "[rank0]: torch.cuda.OutOfMemoryError: CUDA out of memory."),
+    ("cuda_oom", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ("device_assert", "RuntimeError: CUDA error: device-side assert triggered"),
+    ("device_assert", "Indexing.cu:1146: block: [12,0,0], thread: [96,0,0] Assertion `srcIndex < srcSelectDimSize` failed."),
+    ("illegal_access", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ("illegal_access", "RuntimeError: CUDA error: unspecified launch failure"),
+    (
+        "illegal_access",
+        "[rank1]:[E1121 ProcessGroupNCCL.cpp:1895] [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: "
+        "CUDA error: an illegal memory access was encountered",
+    ),
+    ("host_oom", "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."),
+    ("memory_error", "MemoryError"),
+    ("memory_error", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 74.5 GiB for an array with shape (100000, 100000)"),
+    ("memory_error", "OSError: [Errno 12] Cannot allocate memory"),
+    ("memory_error", "terminate called after throwing an instance of 'std::bad_alloc'"),
+    (
+        "memory_error",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1",
+    ),
+    (
+        "shm_full",
+        "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-AbCdEf (size 9637888), error: No space left on device (28)",
+    ),
+    (
+        "shm_full",
+        "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. dataloader's workers are out of shared memory.",
+    ),
+    ("shm_full", "RuntimeError: unable to write to file </torch_12_34>"),
+    ("dataloader_killed", "RuntimeError: DataLoader worker (pid 12345) is killed by signal: Killed."),
+    ("dataloader_exited", "RuntimeError: DataLoader worker (pid(s) 12345, 12346) exited unexpectedly"),
+    ("disk_quota", "OSError: [Errno 122] Disk quota exceeded: '/home/train/ckpt.pt'"),
+    ("disk_full", "OSError: [Errno 28] No space left on device: '/ckpt/step_100.npz'"),
+    ("readonly_fs", "OSError: [Errno 30] Read-only file system: '/ckpt/step_100.npz'"),
+    ("stale_nfs", "OSError: [Errno 116] Stale file handle: '/mnt/data/shard-0001'"),
+    ("stale_nfs", "OSError: [Errno 107] Transport endpoint is not connected: '/mnt/data'"),
+    ("io_error", "OSError: [Errno 5] Input/output error: '/mnt/data/shard-0001'"),
+    ("ckpt_torn", "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"),
+    ("ckpt_torn", "zipfile.BadZipFile: File is not a zip file"),
+    ("nan_inf", "RuntimeError: Rank 3: found NaN in local grad norm for bucket #0"),
+    ("nan_inf", "ValueError: loss is nan at step 120"),
+    ("nan_inf", "step 120 loss: nan"),
+    ("nan_inf", "FloatingPointError: overflow encountered in multiply"),
+    ("preempt", "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO PREEMPTION ***"),
+    ("time_limit", "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***"),
+    ("user_cancel", "slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-21T10:00:00 ***"),
+    ("user_cancel", "KeyboardInterrupt"),
+    (
+        "nccl_watchdog",
+        "[rank2]:[E ProcessGroupNCCL.cpp:632] [Rank 2] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.",
+    ),
+    (
+        "gloo_timeout",
+        "RuntimeError: [../gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    ),
+    ("nccl_aborted", "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1."),
+    (
+        "nccl_remote",
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2251, "
+        "remote process exited or there was a network error, NCCL version 2.27.5",
+    ),
+    ("nccl_remote", "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."),
+    ("nccl_unhandled_cuda", "ncclUnhandledCudaError: Call to CUDA function failed."),
+    ("nccl_invalid", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 5000"),
+    ("nccl_system_error", "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."),
+    ("nccl_internal", "ncclInternalError: Internal check failed."),
+    ("python_connection", "ConnectionResetError: [Errno 104] Connection reset by peer"),
+    ("python_connection", "[rank3]: BrokenPipeError: [Errno 32] Broken pipe"),
+    ("gloo_closed", "RuntimeError: [../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5555"),
+    ("gloo_closed", "RuntimeError: [../gloo/transport/tcp/pair.cc:589] Read error [10.0.0.2]:25266: Connection reset by peer"),
+    ("store_gone", "[c10d] sendBytes failed on SocketImpl(fd=67, addr=[n1]:36214, remote=[n0]:43145): Broken pipe"),
+    ("store_gone", "torch.distributed.DistNetworkError: TCPStore: failed to recv, got 0 bytes. Connection was likely closed."),
+    ("conn_reset", "requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected, Connection refused)"),
+    ("store_check", 'Failed to check the "should dump" flag on the store, with error: timeout'),
+    ("nccl_init_timeout", "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined."),
+    ("nccl_init_timeout", "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error"),
+    ("nccl_teardown", "To avoid data inconsistency, we are taking the entire process down."),
+    ("device_count", "RuntimeError: CUDA error: invalid device ordinal"),
+    ("script_missing", "python3: can't open file '/home/train/trian.py': [Errno 2] No such file or directory"),
+    ("missing_file", "FileNotFoundError: [Errno 2] No such file or directory: '/data/tokens.npy'"),
+    ("permission", "PermissionError: [Errno 13] Permission denied: '/ckpt'"),
+    ("ckpt_mismatch", "RuntimeError: Error(s) in loading state_dict for GPT:"),
+    ("shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x10 and 20x5)"),
+    ("shape", "ValueError: operands could not be broadcast together with shapes (3,) (4,) : shapes (3,) (4,) not aligned"),
+    ("import", "ModuleNotFoundError: No module named 'flash_attn'"),
+    ("bus_error", "Fatal Python error: Bus error"),
+    ("segv", "Fatal Python error: Segmentation fault"),
+    ("segv", "Segmentation fault (core dumped)"),
+    ("aborted", "terminate called after throwing an instance of 'c10::Error'"),
+    ("python_bug", "ValueError: bad batch"),
+    ("python_bug", "[rank0]: KeyError: 'tokens'"),
+    ("python_bug", "numpy.linalg.LinAlgError: Singular matrix"),
+    ("python_bug", "AssertionError"),
+]
+
+
+@pytest.mark.parametrize(("row", "line"), LINES, ids=[f"{n} {row}" for n, (row, _) in enumerate(LINES)])
+def test_a_line_is_read_by_its_row(row: str, line: str) -> None:
+    assert [f"log {row}"] == [found.code for found in read_log([line], catalog())]
+
+
+def test_every_row_of_the_log_table_is_met_by_a_line() -> None:
+    assert {row.id for row in catalog().log_lines} == {row for row, _ in LINES}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "   ",
+        "Traceback (most recent call last):",
+        "step 100 loss=2.31",
+        '  File "train.py", line 12, in <module>',
+        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.",
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
+        "Try setting TORCH_NCCL_TRACE_BUFFER_SIZE to see what timed out",
+        "loaded 12 infos; epoch 3 done",
+    ],
+)
+def test_advice_and_chatter_are_no_evidence(line: str) -> None:
+    assert read_log([line], catalog()) == ()
+
+
+def test_the_first_row_reads_a_line_and_the_order_of_the_lines_is_kept() -> None:
+    lines = [
+        "[rank1]: RuntimeError: CUDA error: an illegal memory access was encountered\nFor debugging pass CUDA_LAUNCH_BLOCKING=1",
+        "step 3",
+        "To avoid data inconsistency, we are taking the entire process down.",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: Signal 6 (SIGABRT) received by PID 3",
+    ]
+    found = read_log(lines, catalog())
+    assert [each.code for each in found] == ["log illegal_access", "log nccl_teardown", "log signal_exit"]
+    assert "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory access was encountered" in found[0].because
+    assert (found[0].role, found[0].cause) == (Role.ROOT, Cause.GPU_USER_INDUCED)
+
+
+def test_an_xid_in_a_log_is_read_by_the_table_of_xids() -> None:
+    known, unknown = read_log([f"NVRM: Xid (PCI:0000:05:00): {code}, pid=1" for code in (79, 999)], catalog())
+    assert (known.role, known.cause) == (Role.ROOT, Cause.GPU_FATAL)
+    assert "Xid 79, the GPU has fallen off the bus" in known.because
+    assert (unknown.role, unknown.cause) == (Role.SYMPTOM, None)
+
+
+def test_a_users_line_is_looked_at_first() -> None:
+    ours = catalog(
+        CatalogOverrides.model_validate(
+            {"log": [{"id": "our_oom", "pattern": "CUDA out of memory", "role": "root", "cause": "APPLICATION", "meaning": "ours"}]}
+        )
+    )
+    assert [found.code for found in read_log(["CUDA out of memory"], ours)] == ["log our_oom"]
+
+
+@pytest.mark.parametrize(
+    ("stop_code", "reason", "exit_code", "code", "role", "cause"),
+    [
+        ("EssentialContainerExited", "Essential container in task exited", 1, "exit 1", Role.WRAPPER, Cause.APPLICATION),
+        ("EssentialContainerExited", "Essential container in task exited", 0, "exit 0", Role.INFORMATION, None),
+        ("EssentialContainerExited", "", 134, "exit 134", Role.WRAPPER, Cause.UNKNOWN),
+        ("EssentialContainerExited", "", 137, "exit 137", Role.SYMPTOM, Cause.UNKNOWN),
+        ("EssentialContainerExited", "", 139, "exit 139", Role.ROOT, Cause.APPLICATION),
+        (
+            "EssentialContainerExited",
+            "OutOfMemoryError: Container killed due to memory usage",
+            137,
+            "ecs EssentialContainerExited",
+            Role.ROOT,
+            Cause.OUT_OF_MEMORY,
+        ),
+        ("EssentialContainerExited", "", None, "ecs EssentialContainerExited", Role.SYMPTOM, Cause.UNKNOWN),
+        ("UserInitiated", "Task stopped by user", 143, "ecs UserInitiated", Role.ROOT, Cause.PREEMPTED),
+        ("ServiceSchedulerInitiated", "", None, "ecs ServiceSchedulerInitiated", Role.ROOT, Cause.PREEMPTED),
+        ("SpotInterruption", "", 143, "ecs SpotInterruption", Role.ROOT, Cause.PREEMPTED),
+        ("TerminationNotice", "", None, "ecs TerminationNotice", Role.ROOT, Cause.PREEMPTED),
+        ("TaskFailedToStart", "", None, "ecs TaskFailedToStart", Role.ROOT, Cause.PLATFORM),
+        (
+            "TaskFailedToStart",
+            "CannotPullContainerError: pull image manifest: manifest unknown",
+            None,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.USER_INPUT,
+        ),
+        (
+            "TaskFailedToStart",
+            "CannotPullContainerError: no space left on device",
+            None,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.NODE_FAULT,
+        ),
+        ("TaskFailedToStart", "CannotPullContainerError: toomanyrequests", None, "ecs TaskFailedToStart", Role.ROOT, Cause.PLATFORM),
+        (
+            "TaskFailedToStart",
+            'CannotStartContainerError: exec: "trian": executable file not found in $PATH',
+            127,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.USER_INPUT,
+        ),
+        (
+            "TaskFailedToStart",
+            "CannotStartContainerError: nvidia-container-cli: initialization error",
+            None,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.NODE_FAULT,
+        ),
+        ("TaskFailedToStart", "CannotCreateContainerError: other", None, "ecs TaskFailedToStart", Role.ROOT, Cause.PLATFORM),
+        (
+            "TaskFailedToStart",
+            "ResourceInitializationError: unable to pull secrets",
+            None,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.PLATFORM,
+        ),
+        (
+            "TaskFailedToStart",
+            "DockerTimeoutError: Could not transition to started",
+            None,
+            "ecs TaskFailedToStart",
+            Role.ROOT,
+            Cause.NODE_FAULT,
+        ),
+        (None, "Host EC2 (instance i-0abc) terminated.", None, "ecs unknown", Role.ROOT, Cause.NODE_LOST),
+        (None, "", None, "ecs unknown", Role.SYMPTOM, Cause.UNKNOWN),
+        (None, "", 1, "exit 1", Role.WRAPPER, Cause.APPLICATION),
+        ("SomethingNew", "", None, "ecs SomethingNew", Role.SYMPTOM, Cause.UNKNOWN),
+    ],
+)
+def test_s1_1_every_end_of_an_ecs_task_is_classified(
+    stop_code: str | None, reason: str, exit_code: int | None, code: str, role: Role, cause: Cause | None
+) -> None:
+    found = read_ecs_stop(stop_code, reason, exit_code, catalog())
+    assert ("ecs", code, role, cause) == (found.source, found.code, found.role, found.cause)
+    assert reason in found.because and (stop_code or "without a stop code") in found.because

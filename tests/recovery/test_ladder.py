@@ -1,0 +1,370 @@
+"""What each word of a rung does: tables of ladders and faults over `climb`, and walks where examinations and repairs answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recovery.causes import Cause
+from recovery.events import DeadlinePassed, StepReached
+from recovery.evidence import Verdict
+from recovery.ladder import SUSPECTS_KEPT, climb
+from recovery.model import Ask, Diagnosis, Examine, ExaminedNode, Phase, Recovering, Relaunch, Repair, Stop
+from recovery.policy import Strategy
+from tests.recovery.builders import (
+    T0,
+    at,
+    climbed,
+    policy,
+    raised,
+    relaunched,
+    rungs,
+    running,
+    step,
+    suspected,
+    this,
+    told,
+    walk,
+)
+
+A, G = Cause.APPLICATION, Cause.GPU_RESET
+RESTART, REPLACE, FAIL, ASK = (
+    {"strategy": "RESTART_IN_PLACE"},
+    {"strategy": "REPLACE_NODE"},
+    {"strategy": "FAIL"},
+    {"strategy": "ASK"},
+)
+SICK = {"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}
+RESET, REBOOT, RESCHEDULE = {"strategy": "RESET_GPU"}, {"strategy": "REBOOT_NODE"}, {"strategy": "RESCHEDULE_JOB"}
+
+Faults = list[tuple[Diagnosis, float, str]]
+"""A fault, when it is met, and what is decided."""
+
+
+def counted(ladder: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    return [{**ladder, **more}, FAIL]
+
+
+def on(*nodes: str, gpus: tuple[str, ...] = (), code: str = "exit 1", cause: Cause = A) -> Diagnosis:
+    return suspected(cause, *nodes, gpus=gpus, code=code)
+
+
+# --- tries, window, key, consecutive, codes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ladder", "faults"),
+    [
+        pytest.param(
+            counted(RESTART, tries=2),
+            [(on("n1"), 0, "RESTART_IN_PLACE"), (on("n2"), 1, "RESTART_IN_PLACE"), (on("n1"), 2, "FAILED 1")],
+            id="tries count all faults of the cause where no key says otherwise",
+        ),
+        pytest.param([RESTART], [(on("n1"), n, "RESTART_IN_PLACE") for n in range(30)], id="a rung without tries is taken always"),
+        pytest.param(
+            counted(RESTART, tries=2, window="1h"),
+            [
+                (on("n1"), 0, "RESTART_IN_PLACE"),
+                (on("n1"), 1800, "RESTART_IN_PLACE"),
+                (on("n1"), 3599, "FAILED 1"),
+                (on("n1"), 3600, "RESTART_IN_PLACE"),
+                (on("n1"), 5399, "FAILED 1"),
+                (on("n1"), 5400, "RESTART_IN_PLACE"),
+            ],
+            id="a try leaves its window when it is as old as the window, one by one",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key=["node"]),
+            [(on("n1"), 0, "RESTART_IN_PLACE"), (on("n2"), 0, "RESTART_IN_PLACE"), (on("n1"), 1, "FAILED 1"), (on("n2"), 1, "FAILED 1")],
+            id="key node: each node has its own tries",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key=["node"]),
+            [
+                (on("n1", "n2"), 0, "RESTART_IN_PLACE"),
+                (on("n2"), 1, "FAILED 1"),
+                (on("n3", "n1"), 2, "FAILED 1"),
+                (on("n3"), 3, "RESTART_IN_PLACE"),
+            ],
+            id="key node: one suspect in common is the same",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key=["node"]),
+            [(on(), 0, "RESTART_IN_PLACE"), (on(), 1, "FAILED 1"), (on("n1"), 2, "RESTART_IN_PLACE")],
+            id="key node: faults whose node nobody knows count together and not with those of a node",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key=["node"]),
+            [(on(*(f"n{i}" for i in range(1, 9))), 0, "RESTART_IN_PLACE"), (on(*(f"n{i}" for i in range(1, 9))), 1, "FAILED 1")],
+            id="key node: a rack that goes twice is the same fault twice",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key=["node", "gpu"]),
+            [
+                (on("n1", gpus=("05",)), 0, "RESTART_IN_PLACE"),
+                (on("n1", gpus=("06",)), 0, "RESTART_IN_PLACE"),
+                (on("n2", gpus=("05",)), 0, "RESTART_IN_PLACE"),
+                (on("n1", gpus=("06", "05")), 1, "FAILED 1"),
+                (on("n1"), 2, "RESTART_IN_PLACE"),
+                (on("n1"), 3, "FAILED 1"),
+            ],
+            id="key node and gpu: one address on two nodes is two GPUs, an unknown GPU is its own",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key="code"),
+            [
+                (on("n1", code="Xid 94"), 0, "RESTART_IN_PLACE"),
+                (on("n1", code="Xid 95"), 0, "RESTART_IN_PLACE"),
+                (on("n2", code="Xid 94"), 1, "FAILED 1"),
+            ],
+            id="key code: each code has its own tries, wherever it shows",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key=["node", "gpu", "code"]),
+            [
+                (on("n1", gpus=("05",), code="Xid 94"), 0, "RESTART_IN_PLACE"),
+                (on("n1", gpus=("05",), code="Xid 31"), 0, "RESTART_IN_PLACE"),
+                (on("n1", gpus=("06",), code="Xid 94"), 0, "RESTART_IN_PLACE"),
+                (on("n2", gpus=("05",), code="Xid 94"), 0, "RESTART_IN_PLACE"),
+                (on("n1", gpus=("05",), code="Xid 94"), 1, "FAILED 1"),
+            ],
+            id="key node, gpu, code: all three must agree",
+        ),
+        pytest.param(
+            counted(RESTART, tries=1, key=["cause", "code"]),
+            [(on("n1", code=""), 0, "RESTART_IN_PLACE"), (on("n2", code=""), 1, "FAILED 1"), (on("n2"), 1, "RESTART_IN_PLACE")],
+            id="key code: faults without a code count together",
+        ),
+        pytest.param(
+            counted(RESTART, tries=2, codes=["exit 1", "SIGSEGV"]),
+            [
+                (on("n1", code="log cuda_oom"), 0, "RESTART_IN_PLACE"),
+                (on("n1", code="SIGSEGV"), 1, "RESTART_IN_PLACE"),
+                (on("n1"), 2, "FAILED 1"),
+            ],
+            id="codes: the fault's own code or the exit code of its rank",
+        ),
+        pytest.param(
+            [{**RESTART, "codes": "exit 2"}, FAIL],
+            [(on("n1", code="exit 1"), 0, "FAILED 1"), (on("n1", code="exit 20"), 0, "FAILED 1"), (on("n1", code=""), 0, "FAILED 1")],
+            id="codes: a fault with another code passes the rung by",
+        ),
+        pytest.param(
+            [{**RESTART, "codes": "exit 2", "tries": 1}, {**RESTART, "tries": 1}, FAIL],
+            [(on("n1"), 0, "RESTART_IN_PLACE"), (on("n1", code="exit 2"), 1, "RESTART_IN_PLACE"), (on("n1", code="exit 2"), 2, "FAILED 1")],
+            id="one strategy on two rungs is counted by rung",
+        ),
+    ],
+)
+def test_what_tries_count(ladder: list[dict[str, Any]], faults: Faults) -> None:
+    job = running(policy=rungs(*ladder))
+    for number, (fault, seconds, expected) in enumerate(faults):
+        job, decision = climbed(job, fault, at(seconds))
+        assert told(decision) == expected, f"fault {number}: {decision}"
+
+
+def test_key_job_counts_the_tries_of_every_cause() -> None:
+    both = {"strategy": "RESTART_IN_PLACE", "tries": 2, "key": "job"}
+    job = running(
+        policy=rungs(both, FAIL, causes={"APPLICATION": [both, FAIL], "HANG": [both, FAIL], "NUMERICS": [{**both, "key": "cause"}, FAIL]})
+    )
+    job, _ = climbed(job, on("n1"))
+    job, _ = climbed(job, suspected(Cause.HANG))
+    for cause, expected in ((A, "FAILED 1"), (Cause.HANG, "FAILED 1"), (Cause.NUMERICS, "RESTART_IN_PLACE")):
+        assert told(climbed(job, suspected(cause, "n1"))[1]) == expected, cause
+
+
+R, E, F = Cause.GPU_RESET, Cause.NETWORK, Cause.APPLICATION
+
+
+@pytest.mark.parametrize(
+    ("reset_by", "met", "expected"),
+    [
+        pytest.param([], [F, F], "FAILED 1", id="two in a row"),
+        pytest.param([], [F, E, F], "RESTART_IN_PLACE", id="any other cause begins the row anew"),
+        pytest.param([], [F, F, E, F], "RESTART_IN_PLACE", id="and the one after it is the second"),
+        pytest.param([], [F, "step", F], "RESTART_IN_PLACE", id="progress begins the row anew"),
+        pytest.param([], [F, "step", F, F], "FAILED 1", id="progress begins it anew only once"),
+        pytest.param(["GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="a named cause begins it anew"),
+        pytest.param(["GPU_RESET"], [F, E, F], "FAILED 1", id="a cause that is not named does not"),
+        pytest.param(["GPU_RESET"], [F, "step", F], "FAILED 1", id="progress does not where it is not named"),
+        pytest.param(["PROGRESS"], [F, "step", F], "RESTART_IN_PLACE", id="progress does where it is named"),
+        pytest.param(["PROGRESS"], [F, E, F], "FAILED 1", id="only progress is named"),
+        pytest.param(["PROGRESS", "GPU_RESET"], [F, R, F], "RESTART_IN_PLACE", id="either of two"),
+    ],
+)
+def test_consecutive_counts_the_tries_since_what_begins_the_row_anew(reset_by: list[str], met: list[Any], expected: str) -> None:
+    ladder = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
+    other = [{**RESTART, "spends": False}]
+    job = running(
+        policy=policy(renewal="never", no_progress_stop="off", causes={"APPLICATION": [ladder, FAIL], "GPU_RESET": other, "NETWORK": other})
+    )
+    for second, one in enumerate(met, start=1):
+        if one == "step":
+            job, _ = step(relaunched(job), StepReached(job.generation, 1, at(second)), at(second))
+            assert job.progressed_at == at(second)
+            continue
+        job, decision = climbed(job, suspected(one, "n1"), at(second))
+        # Only an incident that is open can be passed by a step.
+        job = replace(job, incident=job.incident or walk(running(), (raised(), "RESTART_IN_PLACE")).incident)
+        assert isinstance(decision, Relaunch)
+    assert told(climbed(job, on("n1"), at(60))[1]) == expected
+
+
+# --- who is suspected ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ladder", "nodes", "without", "expected"),
+    [
+        pytest.param([REPLACE, FAIL], ("n2",), (), "REPLACE_NODE without n2", id="a suspect is left out of the next generation"),
+        pytest.param([REPLACE, FAIL], ("n2", "n3"), (), "REPLACE_NODE without n2 n3", id="all suspects are"),
+        pytest.param([REPLACE, FAIL], ("n2",), ("n1",), "REPLACE_NODE without n1 n2", id="beside who is lost"),
+        pytest.param([REPLACE, FAIL], (), (), "FAILED 1", id="nobody suspected: nobody to replace"),
+        pytest.param([RESET, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reset"),
+        pytest.param([REBOOT, FAIL], (), (), "FAILED 1", id="nobody suspected: nothing to reboot"),
+        pytest.param([REPLACE, FAIL], (), ("n1",), "REPLACE_NODE without n1", id="a lost node is replaced, whoever is suspected"),
+        pytest.param([REBOOT, FAIL], (), ("n1",), "FAILED 1", id="a lost node that nobody suspects is not rebooted"),
+        pytest.param([RESET, FAIL], (), ("n1",), "FAILED 1", id="a lost node that nobody suspects is not reset"),
+        pytest.param([RESTART, FAIL], ("n2",), (), "RESTART_IN_PLACE", id="in place means with the suspect"),
+        pytest.param([RESTART, FAIL], ("n2",), ("n1",), "RESTART_IN_PLACE without n1", id="in place, and a lost node is left out"),
+        pytest.param([RESCHEDULE, FAIL], ("n2",), (), "RESCHEDULE_JOB", id="all places anew, nobody is left out"),
+        pytest.param([RESCHEDULE, FAIL], (), (), "RESCHEDULE_JOB", id="needs no suspect"),
+        pytest.param(
+            [{**RESCHEDULE, "isolate": True}],
+            ("n2",),
+            (),
+            "RESCHEDULE_JOB without n2 avoiding n2",
+            id="isolate keeps a suspect out for good",
+        ),
+        pytest.param(
+            [{**REPLACE, "isolate": True}], ("n2",), ("n1",), "REPLACE_NODE without n1 n2 avoiding n2", id="the lost one is not isolated"
+        ),
+        pytest.param([{**RESCHEDULE, "isolate": True}], (), (), "RESCHEDULE_JOB", id="nobody to isolate"),
+        pytest.param([RESET], ("n2", "n1"), (), "RESET_GPU n2 n1 0000:05:00", id="the GPUs that are suspected"),
+        pytest.param([REBOOT], ("n2",), (), "REBOOT_NODE n2", id="a node is rebooted whole"),
+        pytest.param([ASK], ("n2",), (), "ASK", id="a person is asked"),
+        pytest.param([FAIL], ("n2",), (), "FAILED 1", id="the job fails"),
+    ],
+)
+def test_who_is_meant(ladder: list[dict[str, Any]], nodes: tuple[str, ...], without: tuple[str, ...], expected: str) -> None:
+    ladder = [{"tries": 1, **rung} if rung is not ladder[-1] else rung for rung in ladder]
+    _, decision = climbed(running(policy=rungs(*ladder)), on(*nodes, gpus=("0000:05:00",)), without=without)
+    assert told(decision) == expected, decision
+    if isinstance(decision, Relaunch):
+        assert decision.keep_nodes is (decision.strategy is not Strategy.RESCHEDULE_JOB)
+
+
+def test_an_avoided_node_stays_avoided_and_is_written_down_once() -> None:
+    job = running(policy=rungs({**REPLACE, "isolate": True}))
+    for _ in range(2):
+        job, _ = climbed(job, on("n2"))
+    assert [(one.node, one.at) for one in job.avoided] == [("n2", T0)]
+
+
+def test_a_try_remembers_at_most_four_suspects() -> None:
+    names = tuple(f"n{i}" for i in range(9))
+    job, _ = climbed(running(policy=rungs(REPLACE)), on(*names, gpus=names))
+    assert (job.tries[0].nodes, job.tries[0].gpus) == (names[:SUSPECTS_KEPT], names[:SUSPECTS_KEPT])
+    assert told(climbed(job, on(*names))[1]).split()[2:] == list(names), "all of them are left out nevertheless"
+
+
+# --- the end -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ladder", "words"),
+    [
+        pytest.param([{**RESTART, "tries": 1}], "the ladder of APPLICATION is used up", id="used up"),
+        pytest.param([{**RESTART, "tries": 1}, FAIL], "the ladder of APPLICATION has nothing left but to stop", id="FAIL"),
+        pytest.param([{**RESTART, "tries": 1}, ASK], "the ladder of APPLICATION ends with a person", id="ASK"),
+    ],
+)
+def test_how_a_ladder_ends(ladder: list[dict[str, Any]], words: str) -> None:
+    job, _ = climbed(running(policy=rungs(*ladder)), on("n2"))
+    _, decision = climbed(job, on("n2"))
+    assert isinstance(decision, Stop | Ask)
+    assert decision.because == f"boom; {words}"
+
+
+@pytest.mark.parametrize(("exit_code", "ends_as"), [(None, 1), (0, 1), (7, 7), (139, 139)])
+def test_the_job_ends_with_the_exit_code_of_its_rank(exit_code: int | None, ends_as: int) -> None:
+    _, decision = climbed(running(policy=rungs(FAIL)), suspected(A, "n1", exit_code=exit_code))
+    assert isinstance(decision, Stop) and decision.exit_code == ends_as
+
+
+def test_a_job_that_asks_and_hears_nothing_fails() -> None:
+    job = walk(running(policy=rungs(ASK)), (raised(), "ASK"))
+    assert (job.phase, job.next.at) == (Phase.WAITING_FOR_PERSON, at(86400))
+    walk(job, (this(DeadlinePassed()), "FAILED 1"))
+
+
+def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> None:
+    source = {"no_progress_stop": "off", "extends": "gputasker", "max_restarts": 9, "causes": {"UNKNOWN": [{**RESTART, "tries": 1}, FAIL]}}
+    job = running(policy=policy(**source))
+    for cause in (Cause.STORAGE, Cause.NETWORK):
+        job, decision = climbed(job, suspected(cause, "n1"))
+        assert told(decision) == "RESTART_IN_PLACE"
+        assert told(climbed(job, suspected(cause, "n1"))[1]) == "FAILED 1"
+
+
+# --- words ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rung", "because", "left"),
+    [
+        pytest.param(
+            {**RESTART, "tries": 3},
+            "boom; RESTART_IN_PLACE 1 of 3 for APPLICATION",
+            "2 RESTART_IN_PLACE for APPLICATION, 7 of 8 restarts",
+            id="tries",
+        ),
+        pytest.param(RESTART, "boom; RESTART_IN_PLACE 1 for APPLICATION", "7 of 8 restarts", id="no tries"),
+        pytest.param(
+            {**REPLACE, "tries": 2, "window": "24h", "spends": False},
+            "boom; REPLACE_NODE 1 of 2 for APPLICATION",
+            "1 REPLACE_NODE for APPLICATION within 1d, 8 of 8 restarts",
+            id="a window, and nothing spent",
+        ),
+        pytest.param(
+            {**REBOOT, "tries": 1, "codes": "exit 1"},
+            "boom; REBOOT_NODE 1 of 1 for APPLICATION",
+            "0 REBOOT_NODE for exit 1 for APPLICATION, 7 of 8 restarts",
+            id="a repair",
+        ),
+    ],
+)
+def test_a_decision_says_why_and_what_is_left(rung: dict[str, Any], because: str, left: str) -> None:
+    ladder = [rung, FAIL] if "tries" in rung else [rung]
+    _, decision = climbed(running(policy=rungs(*ladder, max_restarts=8)), on("n2"))
+    assert isinstance(decision, Relaunch | Repair)
+    assert (decision.because, decision.left) == (because, left)
+
+
+def test_an_examination_says_what_it_is_for_and_what_follows() -> None:
+    _, decision = climbed(running(policy=rungs(SICK, FAIL)), on("n1", "n2"))
+    assert isinstance(decision, Examine)
+    assert decision.because == "boom; what next depends on n1, n2"
+    assert decision.next == "n1, n2 examined; without a verdict after 30m it counts as UNKNOWN"
+
+
+def test_of_many_suspects_four_are_named_and_the_rest_is_counted() -> None:
+    _, decision = climbed(running(policy=rungs(SICK, FAIL)), on(*(f"n{i}" for i in range(1, 12))))
+    assert "depends on n1, n2, n3, n4 and 7 more" in decision.because
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "shown"),
+    [
+        pytest.param([("n1", Verdict.HEALTHY), ("n2", Verdict.UNHEALTHY)], "n2 examined: UNHEALTHY, said so", id="the unhealthy one"),
+        pytest.param([("n1", Verdict.HEALTHY), ("n2", Verdict.UNKNOWN)], "n2 examined: UNKNOWN, said so", id="else the unknown one"),
+        pytest.param([("n1", Verdict.HEALTHY), ("n2", Verdict.HEALTHY)], "n1 examined: HEALTHY, said so", id="else the first"),
+    ],
+)
+def test_a_decision_after_an_examination_names_what_was_found(verdicts: list[tuple[str, Verdict]], shown: str) -> None:
+    examined = tuple(ExaminedNode(node, verdict, "said so") for node, verdict in verdicts)
+    decision = climb(running(policy=rungs(FAIL)), Recovering(on("n1", "n2"), examined), T0, ())
+    assert decision.because.startswith(f"boom; {shown}; ")

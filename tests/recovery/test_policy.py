@@ -1,0 +1,432 @@
+"""What a policy refuses, each with its sentence; what `extends` does; and that every policy survives the way through a workflow."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from temporalio.contrib.pydantic import pydantic_data_converter
+
+from recovery.causes import Cause
+from recovery.evidence import Verdict
+from recovery.policy import (
+    HangLimits,
+    Policy,
+    Rung,
+    Strategy,
+    Timeouts,
+    impossible_ladder,
+    impossible_timeouts,
+    preset,
+    preset_names,
+    resolve,
+)
+from recovery.spec import duration
+
+PRESETS = ("default", "ecs-reboot-once", "gputasker", "modelarts", "torchelastic")
+EXAMPLE = {
+    "extends": "default",
+    "max_restarts": 8,
+    "no_progress_stop": 3,
+    "healthy_for": "1h",
+    "causes": {
+        "GPU_RESET": [
+            {"strategy": "RESET_GPU", "tries": 3, "window": "24h", "key": ["node", "gpu", "code"], "spends": False},
+            {"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True},
+        ],
+        "APPLICATION": [
+            {"strategy": "RESTART_IN_PLACE", "tries": 3, "delay": "5s"},
+            {"strategy": "RESCHEDULE_JOB", "tries": 3, "consecutive": True, "reset_by": ["GPU_FATAL", "NODE_FAULT"]},
+            {"strategy": "FAIL"},
+        ],
+    },
+    "hang": {"after": "learned", "first_step": "30m", "checkpoint": "20m", "evaluation": "60m"},
+    "timeouts": {"heartbeat": "10s", "lease": "60s", "lost_after": "180s", "fence_after": "60s", "reboot": "25m"},
+    "strict_lease": False,
+}
+"""As a user writes it, with most of what can be written."""
+
+
+def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
+    return "\n".join(one["msg"] for one in error.value.errors())
+
+
+# --- a rung --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        pytest.param({"strategy": "FAIL", "tries": 1}, "FAIL ends a ladder: it takes no tries", id="FAIL with tries"),
+        pytest.param({"strategy": "ASK", "tries": 2}, "ASK ends a ladder: it takes no tries", id="ASK with tries"),
+        pytest.param({"strategy": "FAIL", "delay": "5s"}, "FAIL launches nothing: it takes no delay", id="FAIL with a delay"),
+        pytest.param({"strategy": "ASK", "delay": "5s"}, "ASK launches nothing: it takes no delay", id="ASK with a delay"),
+        *(
+            pytest.param(
+                {"strategy": strategy, "isolate": True},
+                f"{strategy} keeps its nodes: isolate is for REPLACE_NODE and RESCHEDULE_JOB",
+                id=f"{strategy} that isolates",
+            )
+            for strategy in ("RESTART_IN_PLACE", "RESET_GPU", "REBOOT_NODE", "ASK", "FAIL")
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "reset_by": "HANG"},
+            "reset_by says what begins a row anew: it needs consecutive: true",
+            id="reset_by alone",
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "tries": 1, "consecutive": True, "window": "1h"},
+            "consecutive counts tries in a row and window those within a time: choose one",
+            id="consecutive within a window",
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "backoff": 2},
+            "backoff multiplies the delay: it needs one, such as delay: 5s",
+            id="backoff of nothing",
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "key": ["job", "node"]},
+            "key ['job', 'node']: job counts all tries, so nothing can stand beside it",
+            id="job and node",
+        ),
+        pytest.param(
+            {"strategy": "RESTART_IN_PLACE", "key": []},
+            "key is empty: it names what tries have in common, such as [cause] or [node, gpu, code]",
+            id="no key",
+        ),
+    ],
+)
+def test_a_rung_that_means_nothing_is_refused_with_a_sentence(written: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        Rung.model_validate(written)
+    assert sentence(error) == f"Value error, {expected}"
+
+
+@pytest.mark.parametrize(
+    ("written", "where"),
+    [
+        pytest.param({"strategy": "SHRINK"}, "strategy", id="a strategy nobody knows"),
+        pytest.param({}, "strategy", id="no strategy"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "tries": 0}, "tries", id="no tries at all"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "window": 3600}, "window", id="a duration without a unit"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "delay": "soon"}, "delay", id="no duration"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "delay": "5s", "backoff": 0.5}, "backoff", id="a delay that shrinks"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "key": "rack"}, "key", id="a key nobody knows"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "when": "SICK"}, "when", id="a verdict nobody knows"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "consecutive": True, "reset_by": "LUCK"}, "reset_by", id="a cause nobody knows"),
+        pytest.param({"strategy": "RESTART_IN_PLACE", "retries": 3}, "retries", id="a word nobody knows"),
+    ],
+)
+def test_a_rung_with_a_wrong_word_is_refused_where_it_stands(written: dict[str, Any], where: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        Rung.model_validate(written)
+    assert {one["loc"][0] for one in error.value.errors()} == {where}
+
+
+@pytest.mark.parametrize(
+    ("key", "bare", "listed"),
+    [
+        ("when", "HEALTHY", (Verdict.HEALTHY,)),
+        ("key", "code", ("code",)),
+        ("codes", "exit 1", ("exit 1",)),
+        ("reset_by", "PROGRESS", ("PROGRESS",)),
+        ("reset_by", "GPU_FATAL", (Cause.GPU_FATAL,)),
+    ],
+)
+def test_one_bare_word_is_a_list_of_one(key: str, bare: str, listed: tuple[str, ...]) -> None:
+    more = {"consecutive": True} if key == "reset_by" else {}
+    rung = Rung.model_validate({"strategy": "RESCHEDULE_JOB", key: bare, **more})
+    assert getattr(rung, key) == listed
+    assert rung == Rung.model_validate({"strategy": "RESCHEDULE_JOB", key: [bare], **more})
+
+
+@pytest.mark.parametrize(
+    ("written", "label"),
+    [
+        ({"strategy": "REBOOT_NODE"}, "REBOOT_NODE"),
+        ({"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, "REPLACE_NODE when UNHEALTHY"),
+        ({"strategy": "REPLACE_NODE", "when": ["HEALTHY", "UNKNOWN"]}, "REPLACE_NODE when HEALTHY or UNKNOWN"),
+        ({"strategy": "REBOOT_NODE", "codes": ["exit 1", "Xid 79"]}, "REBOOT_NODE for exit 1, Xid 79"),
+        ({"strategy": "REBOOT_NODE", "when": "UNHEALTHY", "codes": "exit 1"}, "REBOOT_NODE when UNHEALTHY for exit 1"),
+    ],
+)
+def test_a_rung_is_called_by_what_it_does_and_when(written: dict[str, Any], label: str) -> None:
+    assert Rung.model_validate(written).label == label
+
+
+# --- a ladder ------------------------------------------------------------------------------------------------------------------------
+
+
+def ladder(*written: dict[str, Any]) -> tuple[Rung, ...]:
+    return tuple(Rung.model_validate(one) for one in written)
+
+
+RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        pytest.param([], ["it has no rungs: at least one, such as {strategy: FAIL}"], id="empty"),
+        pytest.param([RESTART, FAIL], ["rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"], id="an endless rung"),
+        pytest.param(
+            [{**RESTART, "tries": 1}, {"strategy": "ASK"}, FAIL],
+            ["rung 2 (ASK) ends the ladder, so rung 3 is never reached"],
+            id="an early end",
+        ),
+        pytest.param(
+            [FAIL, {**RESTART, "tries": 1}, FAIL],
+            [
+                "rung 1 (FAIL) ends the ladder, so rung 2 is never reached",
+                "rungs 1 and 3 are both FAIL, and would count each other's tries: make them one",
+            ],
+            id="twice the end",
+        ),
+        pytest.param(
+            [{**RESTART, "tries": 1}, {**RESTART, "tries": 2, "window": "1h"}],
+            ["rungs 1 and 2 are both RESTART_IN_PLACE, and would count each other's tries: make them one"],
+            id="twice the same",
+        ),
+        pytest.param([{**RESTART, "tries": 1}, {**RESTART, "when": "HEALTHY", "tries": 1}, FAIL], [], id="the same, but when"),
+        pytest.param([{**RESTART, "codes": "exit 1"}, {**RESTART, "codes": "exit 2"}, FAIL], [], id="the same, but for whom"),
+        pytest.param([{**FAIL, "when": "HEALTHY"}, {**FAIL, "codes": "exit 2"}, RESTART], [], id="an end on a condition"),
+        pytest.param([RESTART], [], id="one endless rung"),
+        *(
+            pytest.param(
+                [{"strategy": strategy}, {"strategy": "RESCHEDULE_JOB"}],
+                [],
+                id=f"an endless {strategy} is passed by where it cannot be done",
+            )
+            for strategy in ("REPLACE_NODE", "RESET_GPU", "REBOOT_NODE")
+        ),
+    ],
+)
+def test_what_in_a_ladder_can_never_happen(written: list[dict[str, Any]], expected: list[str]) -> None:
+    assert impossible_ladder(ladder(*written)) == expected
+
+
+def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
+    with pytest.raises(ValidationError) as error:
+        resolve({"causes": {"STORAGE": [RESTART, FAIL]}})
+    assert sentence(error) == "Value error, causes.STORAGE: rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"
+
+
+def test_a_policy_without_a_ladder_for_unknown_is_refused() -> None:
+    with pytest.raises(ValidationError) as error:
+        Policy.model_validate({"causes": {"HANG": [FAIL]}})
+    assert sentence(error) == "Value error, causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own"
+
+
+def test_a_cause_without_a_ladder_of_its_own_has_that_of_unknown() -> None:
+    gputasker = preset("gputasker")
+    assert gputasker.ladder(Cause.STORAGE) is gputasker.causes[Cause.UNKNOWN]
+    assert gputasker.ladder(Cause.NODE_LOST) is gputasker.causes[Cause.NODE_LOST]
+
+
+# --- timeouts ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "hang", "expected"),
+    [
+        pytest.param({}, {}, [], id="as they are by default"),
+        pytest.param({"heartbeat": "0s"}, {}, ["timeouts.heartbeat is 0s: it must be more"], id="no heartbeat"),
+        pytest.param(
+            {"lease": "29s"},
+            {},
+            ["timeouts.lease is 29s and timeouts.heartbeat 10s: two lost heartbeats would end the lease; set lease to at least 30s"],
+            id="a short lease",
+        ),
+        pytest.param({"lease": "30s"}, {}, [], id="the shortest lease"),
+        pytest.param(
+            {"lost_after": "19s"},
+            {},
+            ["timeouts.lost_after is 19s and timeouts.heartbeat 10s: one late heartbeat would lose a node; set lost_after to at least 20s"],
+            id="lost at once",
+        ),
+        pytest.param({"lost_after": "20s"}, {}, [], id="lost as soon as may be"),
+        pytest.param(
+            {"fence_after": "9s"},
+            {},
+            ["timeouts.fence_after is 9s and timeouts.heartbeat 10s: a short silence would fence a node; set fence_after to at least 10s"],
+            id="fenced at once",
+        ),
+        pytest.param({"fence_after": "10s"}, {}, [], id="fenced as soon as may be"),
+        pytest.param(
+            {},
+            {"after": "29s"},
+            [
+                "hang.after is 29s and timeouts.heartbeat 10s: steps are seen once a heartbeat, so training that advances would "
+                "count as hung; set hang.after to at least 30s"
+            ],
+            id="hung between two heartbeats",
+        ),
+        pytest.param({}, {"after": "30s"}, [], id="the shortest hang"),
+        pytest.param(
+            {},
+            {"after": "25m"},
+            [
+                "hang.after is 25m and hang.checkpoint 20m: the longest phases would be allowed less than a step; "
+                "set hang.checkpoint to at least 25m"
+            ],
+            id="a checkpoint is allowed less than a step",
+        ),
+        pytest.param(
+            {},
+            {"after": "2h"},
+            [
+                f"hang.after is 2h and hang.{phase} {limit}: the longest phases would be allowed less than a step; "
+                f"set hang.{phase} to at least 2h"
+                for phase, limit in (("first_step", "30m"), ("checkpoint", "20m"), ("evaluation", "1h"))
+            ],
+            id="every long phase is",
+        ),
+        pytest.param(
+            {"collective": "10m"},
+            {"after": "10m"},
+            [
+                "hang.after is 10m and timeouts.collective 10m: the ranks would be stopped before their own watchdog could say which "
+                "collective hangs; set hang.after to more than that"
+            ],
+            id="stopped before the watchdog speaks",
+        ),
+        pytest.param({"collective": "10m"}, {"after": "11m"}, [], id="stopped after it"),
+        pytest.param({"collective": "2h"}, {"after": "off"}, [], id="nobody looks for hangs"),
+        pytest.param({"collective": "2h"}, {"after": "learned"}, [], id="a learned limit cannot be compared"),
+    ],
+)
+def test_timeouts_that_cannot_hold_together(timeouts: dict[str, str], hang: dict[str, str], expected: list[str]) -> None:
+    found = impossible_timeouts(Timeouts.model_validate(timeouts), HangLimits.model_validate(hang))
+    assert found == expected
+    if expected:
+        with pytest.raises(ValidationError) as error:
+            resolve({"timeouts": timeouts, "hang": hang})
+        assert sentence(error) == f"Value error, {expected[0]}"
+    else:
+        resolve({"timeouts": timeouts, "hang": hang})
+
+
+@pytest.mark.parametrize("name", list(Timeouts.model_fields))
+def test_no_timeout_is_negative(name: str) -> None:
+    with pytest.raises(ValidationError, match="negative"):
+        Timeouts.model_validate({name: timedelta(seconds=-1)})
+
+
+def test_an_order_is_valid_for_as_long_as_the_slowest_node_may_stop() -> None:
+    assert Timeouts.model_validate({"lease": "60s", "stop_grace": "15s"}).valid_for == timedelta(seconds=90)
+
+
+# --- what people write ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bare_off_is_read_as_off() -> None:
+    """YAML 1.1 reads it as false."""
+    read = resolve({"no_progress_stop": False, "hang": {"after": False}})
+    assert (read.no_progress_stop, read.hang.after) == ("off", "off")
+    assert read == resolve({"no_progress_stop": "off", "hang": {"after": "off"}})
+
+
+@pytest.mark.parametrize("written", [{"no_progress_stop": True}, {"no_progress_stop": 0}, {"hang": {"after": True}}, {"max_restarts": -1}])
+def test_other_words_for_it_are_refused(written: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        resolve(written)
+
+
+@pytest.mark.parametrize("extends", ["modelart", "", None, 3, ["default"], "../presets/default"])
+def test_extending_what_is_no_preset_is_refused(extends: Any) -> None:
+    with pytest.raises(ValueError, match="is no preset: one of default, ecs-reboot-once, gputasker, modelarts, torchelastic") as error:
+        resolve({"extends": extends})
+    assert repr(extends) in str(error.value)
+    if isinstance(extends, str):
+        with pytest.raises(ValueError, match="is no preset: one of"):
+            preset(extends)
+
+
+def test_the_presets_are_those_that_are_documented() -> None:
+    assert preset_names() == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_policy_and_can_be_extended(name: str) -> None:
+    base, extended = preset(name), resolve({"extends": name, "max_restarts": 77})
+    assert (base.extends, extended.max_restarts) == (name, 77)
+    assert extended.model_copy(update={"max_restarts": base.max_restarts}) == base
+    assert resolve({"extends": name}) == base
+
+
+def test_what_names_no_preset_extends_the_default() -> None:
+    assert resolve({}) == preset("default")
+
+
+def test_the_ladder_of_a_cause_is_replaced_as_a_whole_and_mappings_key_by_key() -> None:
+    base = preset("modelarts")
+    changed = resolve({"extends": "modelarts", "causes": {"HANG": [FAIL]}, "timeouts": {"lease": "90s"}, "hang": {"evaluation": "2h"}})
+    assert [rung.strategy for rung in changed.causes[Cause.HANG]] == [Strategy.FAIL]
+    assert {cause: rungs for cause, rungs in changed.causes.items() if cause is not Cause.HANG} == {
+        cause: rungs for cause, rungs in base.causes.items() if cause is not Cause.HANG
+    }
+    assert changed.timeouts == base.timeouts.model_copy(update={"lease": timedelta(seconds=90)})
+    assert changed.hang == base.hang.model_copy(update={"evaluation": timedelta(hours=2)})
+
+
+def test_laying_keys_over_a_preset_does_not_change_the_preset() -> None:
+    before = preset("default")
+    resolve({"causes": {"HANG": [FAIL]}, "timeouts": {"lease": "90s"}})
+    assert preset("default") == before
+
+
+def test_a_linter_reads_the_preset_and_what_is_laid_over_it_together() -> None:
+    """The lease is fine beside the default's heartbeat and torchelastic's lost_after is not beside this one."""
+    with pytest.raises(ValidationError) as error:
+        resolve({"extends": "torchelastic", "timeouts": {"heartbeat": "10s", "lease": "30s"}})
+    assert "timeouts.lost_after is 15s and timeouts.heartbeat 10s" in sentence(error)
+
+
+def test_the_policy_of_the_documentation_is_one() -> None:
+    read = resolve(EXAMPLE)
+    assert [rung.label for rung in read.ladder(Cause.GPU_RESET)] == ["RESET_GPU", "REPLACE_NODE when UNHEALTHY"]
+    assert read.ladder(Cause.APPLICATION)[1].reset_by == (Cause.GPU_FATAL, Cause.NODE_FAULT)
+    assert duration(read.timeouts.reboot) == "25m"
+
+
+@pytest.mark.parametrize("key", ["cause", "strategies", "max_restart"])
+def test_a_key_nobody_knows_is_refused(key: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        resolve({key: {}})
+    assert error.value.errors()[0]["loc"] == (key,)
+
+
+# --- the way through a workflow ------------------------------------------------------------------------------------------------------
+
+WRITTEN = [
+    *(pytest.param({"extends": name}, id=name) for name in PRESETS),
+    pytest.param(EXAMPLE, id="the example"),
+    pytest.param({"no_progress_stop": "off", "hang": {"after": "45s"}, "timeouts": {"collective": "30s"}}, id="off and a number"),
+    pytest.param(
+        {"causes": {"HANG": [{**RESTART, "tries": 2, "consecutive": True, "reset_by": ["PROGRESS", "GPU_FATAL"]}, FAIL]}}, id="reset_by"
+    ),
+    pytest.param({"causes": {"HANG": [{**RESTART, "delay": "1.5s", "backoff": 1.5, "window": "2d12h"}]}}, id="odd durations"),
+]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_policy_is_the_same_after_json(written: dict[str, Any]) -> None:
+    policy = resolve(written)
+    assert Policy.model_validate(policy.model_dump(mode="json")) == policy
+    assert Policy.model_validate_json(policy.model_dump_json()) == policy
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+async def test_a_policy_is_the_same_after_temporal(written: dict[str, Any]) -> None:
+    policy = resolve(written)
+    payloads = await pydantic_data_converter.encode([policy])
+    assert await pydantic_data_converter.decode(payloads, [Policy]) == [policy]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_what_a_policy_is_written_as_resolves_to_itself(written: dict[str, Any]) -> None:
+    """A job that is submitted again takes its policy from its old state."""
+    policy = resolve(written)
+    assert resolve(policy.model_dump(mode="json")) == policy

@@ -1,0 +1,197 @@
+"""What a policy would have decided: over recorded steps and over events that somebody wrote down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from recovery.decide import decide
+from recovery.events import (
+    CancelRequested,
+    Event,
+    FaultObserved,
+    Launched,
+    LaunchRefused,
+    NodeRefusal,
+    NodesAcquired,
+    NodesExamined,
+    PolicyChanged,
+    ProgressSeen,
+    RanksHung,
+    RepairEnded,
+    Submitted,
+)
+from recovery.evidence import Verdict
+from recovery.evolve import absorb, evolve
+from recovery.model import ExaminedNode, JobState, Relaunch, Slot, Wait
+from recovery.policy import Policy, Strategy, preset
+from recovery.replay import CURRENT, Replayed, Step, named, rehearse, replay
+from tests.recovery.builders import at, error, exited, new_job, policy
+
+SLOTS = (Slot("n1", "10.0.0.1", 1, 1), Slot("n2", "10.0.0.2", 1, 1))
+RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
+
+
+def boom(generation: int, seconds: float, node: str = "n2") -> FaultObserved:
+    return FaultObserved(generation, (exited(node=node, code=1, error=error(), seconds=seconds),), 0, at(seconds))
+
+
+def record(job: JobState, *events: tuple[float, Event]) -> list[Step]:
+    """What a job of this policy decided."""
+    steps = []
+    for seconds, event in events:
+        job = absorb(job, event, at(seconds))
+        decision = decide(job, event, at(seconds))
+        job = evolve(job, decision, at(seconds))
+        steps.append(Step(at(seconds), event, decision))
+    return steps
+
+
+def three_faults() -> tuple[tuple[float, Event], ...]:
+    launches = [(g * 100.0, each) for g in (1, 2, 3, 4) for each in (NodesAcquired(SLOTS), Launched(g, at(g * 100), at(g * 100)))]
+    faults = [(g * 100.0 + 50, boom(g, g * 100 + 50)) for g in (1, 2, 3)]
+    return ((0.0, Submitted("", "ada")), *sorted((*launches, *faults), key=lambda each: each[0]))
+
+
+def application(*rungs: dict[str, Any], **more: Any) -> Policy:
+    return policy(causes={"APPLICATION": list(rungs)}, no_progress_stop="off", **more)
+
+
+def marked(replayed: tuple[Replayed, ...]) -> list[tuple[str, str]]:
+    return [(named(one.decision), one.differs) for one in replayed if one.differs]
+
+
+def test_a_policy_replayed_over_its_own_record_differs_nowhere() -> None:
+    always = application(RESTART)
+    job = new_job(policy=always)
+    replayed = replay(always, job, record(job, *three_faults()))
+    assert marked(replayed) == []
+    assert [one.decision for one in replayed] == [one.decided for one in replayed]
+
+
+def test_where_the_strategy_differs_tries_are_counted_by_the_policy_that_is_tried() -> None:
+    always = application(RESTART)
+    job = new_job(policy=always)
+    tried = application({**RESTART, "tries": 1}, {"strategy": "RESCHEDULE_JOB", "tries": 1}, FAIL)
+    replayed = replay(tried, job, record(job, *three_faults()))
+    assert marked(replayed) == [
+        ("Relaunch RESCHEDULE_JOB", "then Relaunch RESTART_IN_PLACE"),
+        ("Stop FAILED", "then Relaunch RESTART_IN_PLACE"),
+    ]
+    restarts = [one.decision.left for one in replayed if isinstance(one.decision, Relaunch) and one.decision.take]
+    assert restarts == ["0 RESTART_IN_PLACE for APPLICATION, 7 of 8 restarts", "0 RESCHEDULE_JOB for APPLICATION, 6 of 8 restarts"]
+
+
+def test_after_another_kind_of_decision_the_replay_goes_on_as_it_really_went_on() -> None:
+    always = application(RESTART)
+    job = new_job(policy=always)
+    replayed = replay(application(FAIL), job, record(job, *three_faults()))
+    assert marked(replayed) == [("Stop FAILED", "then Relaunch RESTART_IN_PLACE")] * 3
+    running = [one.decision.because for one in replayed if isinstance(one.decision, Wait) and one.event == "Launched"]
+    assert running == [f"generation {g} runs on n1, n2" for g in (1, 2, 3, 4)], "generations stay those of the record"
+
+
+def test_a_change_of_the_policy_in_the_record_does_not_replace_the_one_that_is_tried() -> None:
+    job = new_job(policy=application(RESTART))
+    steps = record(job, (0, Submitted("", "ada")), (1, PolicyChanged(application(FAIL), "", "ada")), (2, boom(1, 2)))
+    assert marked(replay(application(RESTART), job, steps)) == [("Relaunch RESTART_IN_PLACE", "then Stop FAILED")]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "differs"),
+    [
+        (RESTART, {**RESTART, "delay": "5s"}, "then after 0s"),
+        (RESTART, {**RESTART, "spends": False}, "then spending one of max_restarts"),
+        ({"strategy": "REPLACE_NODE", "isolate": True}, {"strategy": "REPLACE_NODE"}, "then isolating n2"),
+        ({"strategy": "REPLACE_NODE"}, RESTART, "then Relaunch REPLACE_NODE"),
+        ({**RESTART, "tries": 3}, {**RESTART, "tries": 2}, ""),
+        ({**RESTART, "when": "UNKNOWN"}, RESTART, "then Examine"),
+    ],
+)
+def test_what_differs_is_said_in_a_clause(then: dict[str, Any], now: dict[str, Any], differs: str) -> None:
+    job = new_job(policy=application(then))
+    replayed = replay(application(now), job, record(job, *three_faults()[:4]))
+    assert replayed[-1].differs == differs
+
+
+# --- written events -----------------------------------------------------------------------------------------------------------
+
+
+def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, str, str]]:
+    replayed = rehearse(rules, new_job(policy=rules), [Step(at(seconds), event) for seconds, event in told])
+    return [((one.at - at(0)).total_seconds(), one.event, named(one.decision)) for one in replayed if one.decision.kind != "Ignore"]
+
+
+def test_a_launch_that_nobody_speaks_of_succeeds_and_a_line_may_say_otherwise() -> None:
+    refused = LaunchRefused(CURRENT, (NodeRefusal("n2", "stuck", "a process cannot be killed"),))
+    assert rehearsed(application(RESTART), (60, boom(CURRENT, 60)), (60, refused), (90, CancelRequested("", "")))[2:] == [
+        (60, "FaultObserved", "Relaunch RESTART_IN_PLACE"),
+        (60, "LaunchRefused", "Relaunch RESTART_IN_PLACE"),
+        (60, "Launched", "Wait RUNNING"),
+        (90, "CancelRequested", "Stop CANCELLED"),
+    ]
+
+
+def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_what_it_says() -> None:
+    rules = application({"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True}, FAIL)
+    assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == [(60, "FaultObserved", "Examine"), (60, "NodesExamined", "Stop FAILED")]
+    verdict = NodesExamined(CURRENT, (ExaminedNode("n2", Verdict.UNHEALTHY, "DCGM 52"),))
+    found = rehearse(rules, new_job(policy=rules), [Step(at(60), boom(CURRENT, 60)), Step(at(90), verdict)])
+    assert [named(one.decision) for one in found][-3:] == ["Relaunch REPLACE_NODE", "Ignore", "Wait RUNNING"]
+    assert found[-1].decision.because == "generation 2 runs on n1, n3", "an isolated node does not come back"
+
+
+def test_an_answer_that_comes_too_late_finds_the_deadline_passed() -> None:
+    rules = application({"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, FAIL, timeouts={"examination": "10m"})
+    verdict = NodesExamined(CURRENT, (ExaminedNode("n2", Verdict.UNHEALTHY, "DCGM 52"),))
+    assert rehearsed(rules, (60, boom(CURRENT, 60)), (700, verdict))[3:] == [(660, "DeadlinePassed", "Stop FAILED")]
+
+
+def test_a_repair_is_done_unless_a_line_says_otherwise_and_then_the_ladder_is_climbed_on() -> None:
+    rules = application({"strategy": "REBOOT_NODE", "tries": 1}, {"strategy": "REPLACE_NODE"})
+    done = [(60, "FaultObserved", "Repair REBOOT_NODE"), (60, "RepairEnded", "Relaunch"), (60, "Launched", "Wait RUNNING")]
+    assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == done
+    refused = RepairEnded(CURRENT, Strategy.REBOOT_NODE, (), "refused", "it did not come back")
+    found = rehearsed(rules, (60, boom(CURRENT, 60)), (300, refused))
+    assert found[3] == (300, "RepairEnded", "Relaunch REPLACE_NODE")
+
+
+def test_progress_closes_the_incident_and_gives_tries_back() -> None:
+    rules = application({**RESTART, "tries": 1}, FAIL)
+    told = [(60.0, boom(CURRENT, 60)), (120.0, ProgressSeen(CURRENT, 9, at(120))), (180.0, boom(CURRENT, 180))]
+    names = [name for _, event, name in rehearsed(rules, *told) if event == "FaultObserved"]
+    assert names == ["Relaunch RESTART_IN_PLACE", "Relaunch RESTART_IN_PLACE"]
+    assert [name for _, event, name in rehearsed(rules, told[0], told[2]) if event == "FaultObserved"][1:] == ["Stop FAILED"]
+
+
+def test_an_hour_without_a_fault_passes_by_itself_only_before_another_line() -> None:
+    rules = application({**RESTART, "tries": 1}, FAIL)
+    found = rehearsed(rules, (60, boom(CURRENT, 60)), (4000, boom(CURRENT, 4000)))
+    assert (3660, "DeadlinePassed", "Wait RUNNING") in found
+    assert found[-2:] == [(4000, "FaultObserved", "Relaunch RESTART_IN_PLACE"), (4000, "Launched", "Wait RUNNING")]
+
+
+def test_a_delayed_launch_has_happened_when_the_next_line_speaks_of_its_ranks() -> None:
+    rules = application({**RESTART, "delay": "10m"})
+    hung = RanksHung(CURRENT, (0,), "training stands still", at(90))
+    found = rehearsed(rules, (60, boom(CURRENT, 60)), (90, hung))
+    assert found[3:5] == [(90, "Launched", "Wait RUNNING"), (90, "RanksHung", "Relaunch RESTART_IN_PLACE")]
+    assert rehearsed(rules, (60, boom(CURRENT, 60)))[-1] == (660, "Launched", "Wait RUNNING")
+
+
+def test_what_comes_after_the_end_changes_nothing_in_any_preset() -> None:
+    told = [Step(at(60 * n), boom(CURRENT, 60 * n)) for n in range(1, 40)]
+    for name in ("default", "torchelastic", "ecs-reboot-once", "gputasker", "modelarts"):
+        found = rehearse(preset(name), new_job(policy=preset(name)), told)
+        ends = [number for number, one in enumerate(found) if one.decision.kind == "Stop"]
+        assert len(ends) == 1, name
+        assert all(one.decision.kind == "Ignore" for one in found[ends[0] + 1 :])
+
+
+def test_the_same_events_are_decided_the_same_twice() -> None:
+    told = [Step(at(60 * n), boom(CURRENT, 60 * n, node=f"n{n % 3 + 1}")) for n in range(1, 12)]
+    once, twice = (rehearse(preset("modelarts"), replace(new_job(), submitted_at=at(0) + timedelta()), told) for _ in range(2))
+    assert once == twice
