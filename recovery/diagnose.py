@@ -6,7 +6,6 @@ import itertools
 import signal as signals
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from recovery.catalog import Catalog, catalog
 from recovery.causes import HARDWARE_CAUSES, Cause
@@ -20,10 +19,10 @@ from recovery.model import Certainty, Diagnosis, JobState
 DO_NOT_RESTART = 93
 """Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""
 
-CLOCKS_AGREE = timedelta(seconds=0.5)
-"""Hosts that keep time by NTP differ by milliseconds; below this, their clocks do not tell which of two nodes was first."""
-AHEAD, BEHIND = timedelta(seconds=2), timedelta(minutes=10)
-"""How far a rank's clock may be from the receiver's before it is taken to be wrong: no error is written after it was received,
+CLOCKS_AGREE = 0.5
+"""Seconds. Hosts that keep time by NTP differ by milliseconds; below this, their clocks do not tell which of two nodes was first."""
+AHEAD, BEHIND = 2.0, 600.0
+"""Seconds by which a rank's clock may be from the receiver's before it is taken to be wrong: no error is written after it was received,
 and none long before its rank has ended (torch waits ten minutes for a collective)."""
 
 RIVALS = 8
@@ -180,7 +179,7 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
     diagnosis = _of_exit(_read(root, known), others)
     if diagnosis.cause is Cause.UNKNOWN:
         return diagnosis
-    near = itertools.takewhile(lambda each: each[0] - when < CLOCKS_AGREE.total_seconds(), itertools.islice(dated, index + 1, None))
+    near = itertools.takewhile(lambda each: each[0] - when < CLOCKS_AGREE, itertools.islice(dated, index + 1, None))
     for rival in _rivals(root, (one for *_, one in near), known):
         other = _of_exit(_read(rival, known), "")
         if other.cause in (diagnosis.cause, Cause.UNKNOWN):
@@ -217,7 +216,7 @@ def _written(one: RankExited) -> float | None:
     if one.error is None or one.error.timestamp is None:
         return None
     late = one.at.timestamp() - one.error.timestamp
-    return one.error.timestamp if -AHEAD.total_seconds() <= late <= BEHIND.total_seconds() else None
+    return one.error.timestamp if -AHEAD <= late <= BEHIND else None
 
 
 def _read(one: RankExited, known: _Readers) -> _Reading:

@@ -16,7 +16,7 @@ from recovery.causes import Cause
 from recovery.evidence import Finding, Role
 
 KERNEL_MARKS: tuple[str, ...] = (
-    "NVRM: Xid (",
+    "NVRM: Xid",
     "SXid (",
     "oom-kill:",
     "ut of memory",
@@ -28,7 +28,8 @@ KERNEL_MARKS: tuple[str, ...] = (
     "Memory failure: ",
     " UE",
     "Lost carrier",
-    "ink is ",
+    "ink is down",
+    "ink is Down",
     "ink down",
     "ink Down",
     "definitely down",

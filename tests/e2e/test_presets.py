@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backends.local import cut, heal
+from backends.local import KERNEL_LOG, cut, heal
 from recovery.model import Incident
 from tests.chaos.world import HANG_AFTER, Job, World, chaos_policy
 
@@ -105,6 +105,32 @@ async def test_S4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) 
     assert (await job.state()).restarts_spent == 0
     job.let_end()
     assert ("Relaunch", "RESTART_IN_PLACE", False) in await ended(job, "SUCCEEDED")
+
+
+XID = "[ 4711.000000] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+
+
+async def test_default_goes_on_without_the_node_whose_kernel_reports_a_lost_gpu(world: World) -> None:
+    log = world.node("n2") / KERNEL_LOG
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
+    # Nodes are told of their log when the worker first connects.
+    await world.worker.end()
+    await world.worker.start()
+    job = await world.submit()
+    await trained(job, 1)
+    with log.open("a") as kernel:
+        kernel.write(f"{XID}\n")
+    fail(job, 1, "RuntimeError: CUDA error: unspecified launch failure")
+    await trained(job, 2)
+    state = await job.state()
+    assert [(one.cause, one.code, one.nodes, one.gpus, one.spent) for one in state.tries] == [
+        ("GPU_FATAL", "Xid 79", ("n2",), ("0000:05:00",), False)
+    ]
+    assert [slot.node for slot in state.slots] == ["n1", "n3"] and [one.node for one in state.avoided] == ["n2"]
+    job.let_end()
+    assert await ended(job, "SUCCEEDED") == [("Relaunch", "REPLACE_NODE", False)]
+    log.unlink()
 
 
 RAISES_ON_RANK_1 = """
