@@ -39,9 +39,14 @@ class Up:
 
 
 def data_converter() -> DataConverter:
-    from temporalio.contrib.pydantic import pydantic_data_converter
+    """Return the converter that clients, workers and tests share: pydantic's, with the readers of all types kept for the whole process.
 
-    return pydantic_data_converter
+    The SDK makes a converter for each workflow instance, and its own keeps the readers for that instance only: 70 ms of building them
+    for each job that is started or replayed, and a thousand copies in memory (`benchmarks/many.py` failed workflow tasks by it).
+    """
+    from converter import shared_converter
+
+    return shared_converter
 
 
 def process_started(pid: int) -> int | None:

@@ -52,7 +52,8 @@ class WatchActivities:
         input = gang.input
         async with asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(_follow(backend, gang, node)) for node in input.nodes]
-            lease = tasks.create_task(self._keep_leases(gang, task_token, beat_interval(input.timeouts)))
+            beating = tasks.create_task(_beat(gang, beat_interval(input.timeouts)))
+            lease = tasks.create_task(self._keep_leases(gang, task_token, renewal_interval(input.timeouts)))
             reporting = tasks.create_task(gang.report())
             leaving = tasks.create_task(activity.wait_for_worker_shutdown())
             try:
@@ -62,7 +63,7 @@ class WatchActivities:
                     raise ApplicationError("this worker shuts down", type="HandOver", next_retry_delay=timedelta(milliseconds=1))
                 return await reporting
             finally:
-                for task in (*watchers, lease, reporting, leaving):
+                for task in (*watchers, beating, lease, reporting, leaving):
                     task.cancel()
 
     async def _keep_leases(self, gang: Gang, task_token: bytes, interval: float) -> None:
@@ -74,12 +75,11 @@ class WatchActivities:
         while True:
             stamps = gang.stamps()
             details = gang.heartbeat()
-            # Beside the acknowledged one: without it the SDK believes that the activity is stuck and cancels it.
-            activity.heartbeat(details)
             try:
                 await handle.heartbeat(details)
             except AsyncActivityCancelledError:
-                await asyncio.sleep(interval)  # the cancellation is on its way through the SDK too
+                activity.heartbeat(details)  # whose answer tells the SDK, which cancels this
+                await asyncio.sleep(interval)
                 continue
             except RPCError as error:
                 if error.status is RPCStatusCode.NOT_FOUND:
@@ -105,9 +105,24 @@ def _left_behind(details: Sequence[Any]) -> WatchHeartbeat | None:
         return None
 
 
+async def _beat(gang: Gang, interval: float) -> None:
+    """Show where training stands, and that this watch lives. Nobody is told whether the server has heard it."""
+    while True:
+        activity.heartbeat(gang.heartbeat())
+        await gang.wait_for_beat(interval)
+
+
 def beat_interval(timeouts: Timeouts) -> float:
-    """Seconds between two heartbeats to the server: short enough that a dead worker is noticed soon, and four fit into a lease."""
-    return min(2.0, timeouts.lease.total_seconds() / 4)
+    """Seconds between two heartbeats to the server, of which three may be lost before another worker takes over.
+
+    Each is a write to the server's database: a thousand jobs that beat every second are more than one SQLite file takes.
+    """
+    return min(3.0, timeouts.lease.total_seconds() / 4)
+
+
+def renewal_interval(timeouts: Timeouts) -> float:
+    """Seconds between two acknowledged heartbeats, each of which renews the leases: several fit into what a lease has left."""
+    return timeouts.lease.total_seconds() / 6
 
 
 async def _follow(backend: Backend, gang: Gang, node: str) -> None:

@@ -1,8 +1,9 @@
 """Many jobs at once on one worker: all run, all are hit by the same fault in the same moment, all must recover.
 
-    python -m benchmarks.many [--jobs 1000] [--output FILE]
+    python -m benchmarks.many [--jobs 1000] [--on-disk] [--output FILE]
 
-The server is the real one; nodes are simulated, two for each job, and reboot when the worker process gets SIGUSR1. What is told:
+The server is the real one, with its database in memory: the worker is measured, not how often a disk can be synced. With `--on-disk`
+it writes as under `up`. Nodes are simulated, two for each job, and reboot when the worker process gets SIGUSR1. What is told:
 how long everybody needs, failed workflow tasks (there should be none), and the most memory that worker and server ever held.
 """
 
@@ -148,13 +149,14 @@ async def drive(address: str, jobs: int, worker: int, server: int, state: Path) 
     }
 
 
-def measure_many(jobs: int) -> dict[str, object]:
+def measure_many(jobs: int, on_disk: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="relaunch-many-") as folder:
         state = Path(folder)
         port, ui = choose_port("--port", 0), choose_port("--ui-port", 0)
-        options = [word for pair in SERVER_OPTIONS for word in pair]
-        ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui), "--db-filename", str(state / "temporal.db")]
-        command = [str(find_server()), "server", "start-dev", *ports, "--log-level", "error", *options]
+        options = [word for pair in SERVER_OPTIONS if on_disk or "--sqlite-pragma" not in pair for word in pair]
+        ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
+        database = ["--db-filename", str(state / "temporal.db")] if on_disk else []
+        command = [str(find_server()), "server", "start-dev", *ports, *database, "--log-level", "error", *options]
         address = f"{HOST}:{port}"
         with (state / "server.log").open("wb") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log)
@@ -187,6 +189,7 @@ async def _up(address: str, state: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--on-disk", action="store_true", help="with the server's database in a file, synced as under `up`")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
@@ -194,7 +197,7 @@ def main() -> int:
     if arguments.work:
         asyncio.run(work(arguments.work, arguments.jobs, arguments.state))
         return 0
-    result = measure_many(arguments.jobs)
+    result = {"database": "file" if arguments.on_disk else "memory", **measure_many(arguments.jobs, arguments.on_disk)}
     print(json.dumps(result, indent=1))
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -28,10 +28,13 @@ from warm_client import ANSWER_WITHIN, GO, PASSED_ON, PROTOCOL, SOCKET, namespac
 ROOT = Path(__file__).resolve().parent.parent
 CODE = (".", "console", "recovery", "workflows")
 PRELOADED = (
+    "console.explain",
     "console.files",
     "console.follow",
     "console.jobs",
+    "console.ladders",
     "console.logs",
+    "console.policies",
     "console.run",
     "console.submission",
     "console.tables",

@@ -1,0 +1,34 @@
+"""Values to JSON and back, for everything that goes through Temporal. Made in one place: `connection.data_converter`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter
+from temporalio.api.common.v1 import Payload
+from temporalio.contrib.pydantic import PydanticJSONPlainPayloadConverter
+from temporalio.converter import CompositePayloadConverter, DataConverter, DefaultPayloadConverter, JSONPlainPayloadConverter
+
+
+@cache
+def _reader(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)
+
+
+class _Json(PydanticJSONPlainPayloadConverter):
+    def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
+        return _reader(Any if type_hint is None else type_hint).validate_json(payload.data)
+
+
+class SharedPayloadConverter(CompositePayloadConverter):
+    def __init__(self) -> None:
+        super().__init__(
+            *(
+                _Json() if isinstance(one, JSONPlainPayloadConverter) else one
+                for one in DefaultPayloadConverter.default_encoding_payload_converters
+            )
+        )
+
+
+shared_converter = DataConverter(payload_converter_class=SharedPayloadConverter)
