@@ -91,6 +91,7 @@ def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]
             "max_restarts": policy.max_restarts,
             "renewal": policy.renewal,
             "no_progress_stop": None if policy.no_progress_stop == "off" else policy.no_progress_stop,
+            "no_progress_ask": None if policy.no_progress_ask == "off" else policy.no_progress_ask,
             "healthy_for": policy.healthy_for.total_seconds(),
         },
         "ladders": [
@@ -121,10 +122,14 @@ def _budgets(policy: Policy) -> list[str]:
     if policy.no_progress_stop != "off":
         stop = f"{_many(policy.no_progress_stop, 'generation')} in a row that did not pass the furthest step: the job fails, where the "
         stop += f"fault may be its own ({', '.join(OWN_CAUSES)})"
+    ask = "off"
+    if policy.no_progress_ask != "off":
+        ask = f"{policy.no_progress_ask} launches in a row that did not pass the furthest step, whatever the cause: a person is asked"
     rows = (
         ("max_restarts", f"{policy.max_restarts}: when they are spent, a rung that spends a restart fails the job instead"),
         ("renewal", renewed[policy.renewal]),
         ("no_progress_stop", stop),
+        ("no_progress_ask", ask),
         ("healthy_for", f"{duration(policy.healthy_for)} without a fault counts as progress where none is reported"),
     )
     return [line for key, text in rows for line in _entry(f"  {key:<18}", text)]

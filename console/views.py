@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from recovery.ladder import used_budgets
+from recovery.ladder import launches_in_vain, used_budgets
 from recovery.model import Incident, JobState
 
 
@@ -55,6 +55,7 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
     return {
         "max_restarts": {"spent": state.restarts_spent, "limit": policy.max_restarts},
         "no_progress": {"spent": state.flat_generations, "limit": policy.no_progress_stop},
+        "launches_in_vain": {"spent": launches_in_vain(state), "limit": policy.no_progress_ask},
         "causes": {
             str(cause): [
                 {
@@ -91,6 +92,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "lost": list(state.lost_names),
         "avoided": [{"node": a.node, "because": a.because, "at": _iso(a.at)} for a in state.avoided],
         "notices": list(state.notices),
+        "policy_changes": [{"at": _iso(c.at), "by": c.by, "because": c.because, "keys": list(c.keys)} for c in state.policy_changes],
         "submitted": {"by": state.submitted_by, "at": _iso(state.submitted_at)},
         "ended": _iso(state.ended_at),
         "exit_code": state.exit_code,
@@ -115,11 +117,13 @@ def history_entry(incident: Incident) -> dict[str, Any]:
         "nodes": list(incident.nodes),
         "because": incident.because,
         "decisions": [
-            {"at": _iso(d.at), "decision": d.decision, "strategy": d.strategy, "because": d.because, "spent": d.spent}
+            {"at": _iso(d.at), "decision": d.decision, "strategy": d.strategy, "because": d.because, "spent": d.spent, "left": d.left}
             for d in incident.decisions
         ],
         "times": {name: since(getattr(incident, name)) for name in ("detected", "decided", "stopped", "launched", "recovered")},
         "ranks": list(incident.ranks),
+        "gpus": list(incident.gpus),
+        "code": incident.code,
         "certainty": str(incident.certainty),
         "reached": incident.reached,
         "outcome": incident.outcome,

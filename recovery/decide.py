@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import assert_never
 
 from recovery.causes import Cause
 from recovery.diagnose import Fault, diagnose
@@ -114,6 +115,8 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return _on_declared_dead(job, event, now)
         case ProgressSeen() | RanksFound() | RanksStopped() | PolicyChanged() | IncidentsArchived() | MessageRejected():
             return Ignore(f"{event.kind} asks for nothing")
+        case _:
+            assert_never(event)
 
 
 def is_stale(job: JobState, event: Event) -> bool:

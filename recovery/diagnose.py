@@ -6,6 +6,7 @@ import itertools
 import signal as signals
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from recovery.catalog import Catalog, catalog
 from recovery.causes import HARDWARE_CAUSES, Cause
@@ -66,6 +67,8 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
                 nodes = tuple(node for node, _ in fault.silent)
                 return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer; {diagnosis.because}", nodes=nodes)
             return diagnosis
+        case _:
+            assert_never(fault)
 
 
 def is_root(observation: Observation, known: Catalog | None = None) -> bool:
@@ -79,6 +82,8 @@ def is_root(observation: Observation, known: Catalog | None = None) -> bool:
             return observation.why != "superseded"
         case RanksVanished():
             return True
+        case _:
+            assert_never(observation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +121,14 @@ class _Reading:
 
 def _of_observations(observations: tuple[Observation, ...], more: int, known: _Readers) -> Diagnosis:
     inorder = sorted(observations, key=lambda o: (o.at, o.node, o.rank if isinstance(o, RankExited) else -1))
+    failed = [o for o in inorder if isinstance(o, RankExited) and o.failed and not o.stopped]
+    vanished = [o for o in inorder if isinstance(o, RanksVanished)]
+    if (hardware := _of_hardware([*failed, *vanished], more, known)) is not None:
+        return hardware
     for observation in inorder:
         if isinstance(observation, RanksVanished):
             node = observation.node
             return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.because}", nodes=(node,), certainty=Certainty.CERTAIN)
-    failed = [o for o in inorder if isinstance(o, RankExited) and o.failed and not o.stopped]
-    if (hardware := _of_hardware(failed, more, known)) is not None:
-        return hardware
     for observation in inorder:
         if isinstance(observation, RanksFenced) and is_root(observation):
             return Diagnosis(
@@ -136,11 +142,11 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
     return _of_exits(failed, more, known)
 
 
-def _of_hardware(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis | None:
+def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: _Readers) -> Diagnosis | None:
     """What a node's kernel says against its own hardware beats every program's words: those are what the hardware made of it."""
-    found: list[tuple[int, RankExited, Finding]] = []
+    found: list[tuple[int, RankExited | RanksVanished, Finding]] = []
     heard: set[tuple[str, tuple[str, ...]]] = set()
-    for one in failed:
+    for one in witnesses:
         # The ranks of a node bring the same log.
         if one.kernel and (one.node, one.kernel) not in heard:
             heard.add((one.node, one.kernel))
@@ -149,26 +155,27 @@ def _of_hardware(failed: list[RankExited], more: int, known: _Readers) -> Diagno
     if not found:
         return None
     # The gravest first: an NVLink error on one node is often the shadow of a GPU that fell off the bus of another.
-    _, root, finding = min(found, key=lambda each: (each[0], each[1].at, each[1].node, each[1].rank))
+    _, root, finding = min(found, key=lambda each: (each[0], each[1].at, each[1].node))
     assert finding.cause is not None
-    others = tuple(dict.fromkeys(one.node for _, one, other in found if other.cause is finding.cause))
+    alike = [(one, other) for _, one, other in found if other.cause is finding.cause]
+    rank = root if isinstance(root, RankExited) else None
     return Diagnosis(
         finding.cause,
-        f"{root.node}: {finding.because}{_more(len(failed) - 1 + more)}",
-        nodes=tuple(dict.fromkeys((root.node, *others)))[:NAMED],
-        gpus=tuple(dict.fromkeys(f.gpu for _, one, f in found if one.node == root.node and f.gpu and f.cause is finding.cause)),
-        ranks=(root.rank,),
+        f"{root.node}: {finding.because}{_more(len(witnesses) - 1 + more)}",
+        nodes=tuple(dict.fromkeys((root.node, *(one.node for one, _ in alike))))[:NAMED],
+        gpus=tuple(dict.fromkeys(other.gpu for one, other in alike if one.node == root.node and other.gpu)),
+        ranks=(rank.rank,) if rank else (),
         code=finding.code,
         certainty=Certainty.CERTAIN,
-        exit_code=_exit_code(root),
-        traceback=root.error.traceback if root.error else "",
+        exit_code=_exit_code(rank) if rank else None,
+        traceback=rank.error.traceback if rank and rank.error else "",
     )
 
 
 def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
     first = next((one for one in failed if not _is_echo(one, known)), None)
     if first is None:
-        return _of_cascades(failed, known)
+        return _of_cascades(failed, more, known)
     others = _more(len(failed) - 1 + more)
     if _written(first) is None:
         return _of_exit(_read(first, known), others)
@@ -242,7 +249,8 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
     return Diagnosis(
         cause,
         f"{_ended(root, ending)}{_detail(root, ending, told)}{others}",
-        nodes=(root.node,),
+        # Who waits in vain is the first to complain and the last to be at fault.
+        nodes=(root.node,) if cause is not Cause.HANG else (),
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
         ranks=(root.rank,),
         code=told.code if told is not None else ending.code,
@@ -277,7 +285,7 @@ def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
     return f": {next((line for line in reversed(root.log_tail) if line.strip()), 'it said nothing')[:300]}"
 
 
-def _of_cascades(failed: list[RankExited], known: _Readers) -> Diagnosis:
+def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
     """Only echoes: whatever broke the connections was seen by nobody."""
     first = failed[0]
     for one in failed:
@@ -285,7 +293,7 @@ def _of_cascades(failed: list[RankExited], known: _Readers) -> Diagnosis:
         if lost is not None:
             return Diagnosis(
                 Cause.NETWORK,
-                f"{lost.code} on {one.node}: {lost.because}{_more(len(failed) - 1)}",
+                f"{lost.code} on {one.node}: {lost.because}{_more(len(failed) - 1 + more)}",
                 nodes=(one.node,),
                 ranks=(one.rank,),
                 code=lost.code,
@@ -310,6 +318,7 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
                 cause,
                 f"{refusal.node}: {refusal.because}",
                 nodes=(refusal.node,),
+                code=refusal.why,
                 certainty=Certainty.CERTAIN,
                 exit_code=code,
                 # Nothing was started, and nothing would be by asking again.
@@ -358,6 +367,8 @@ def _first_words(observations: tuple[Observation, ...]) -> str:
             return f"rank {first.rank} on {first.node} ended with {end}"
         case RanksFenced() | RanksVanished():
             return f"{first.node}: {first.because}"
+        case _:
+            assert_never(first)
 
 
 def signal_name(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime
+from typing import assert_never
 
 from recovery.causes import OWN_CAUSES, Cause
 from recovery.decide import answers, is_echo, is_stale
@@ -219,6 +220,8 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
                 ending=decision,
                 exit_code=decision.exit_code,
             )
+        case _:
+            assert_never(decision)
 
 
 def _take(job: JobState, take: Try) -> JobState:
@@ -286,8 +289,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
 
 def _repair_failed(job: JobState, because: str) -> JobState:
     """The rung is passed over from now on, for this fault; its try stays spent."""
-    if job.recovering is None or not job.tries:
-        return job
+    assert job.recovering is not None, "a repair is of something"
     fault = replace(job.recovering.fault, because=f"{job.recovering.fault.because}; {because}")
     return replace(job, recovering=replace(job.recovering, fault=fault, failed=(*job.recovering.failed, job.tries[-1].rung)))
 
@@ -316,6 +318,8 @@ def _open(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) 
         because=diagnosis.because,
         nodes=diagnosis.nodes[:NAMED],
         ranks=diagnosis.ranks[:NAMED],
+        gpus=diagnosis.gpus[:NAMED],
+        code=diagnosis.code,
         certainty=diagnosis.certainty,
         traceback=diagnosis.traceback[-TRACEBACK_LIMIT:],
         reached=reached,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import assert_never
 
 from recovery.causes import OWN_CAUSES, Cause
 from recovery.evidence import Verdict
@@ -17,7 +18,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
     fault = _told(recovering)
     if (limit := job.policy.no_progress_stop) != "off" and fault.cause in OWN_CAUSES and job.flat_generations >= limit:
         return _fail(fault, f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}")
-    if (most := job.policy.no_progress_ask) != "off" and (vain := _in_vain(job)) >= most:
+    if (most := job.policy.no_progress_ask) != "off" and (vain := launches_in_vain(job)) >= most:
         return Ask(
             f"{fault.because}; {vain} launches in a row, and training has not got past {_reached(job)}",
             question="`retry --renew-budgets`, `retry --avoid NODE` or `cancel`?",
@@ -52,7 +53,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
     return _fail(fault, f"the ladder of {fault.cause} is used up")
 
 
-def _in_vain(job: JobState) -> int:
+def launches_in_vain(job: JobState) -> int:
     """Launches since training last got further, or a person gave the budgets back."""
     since = max((at for at in (job.progressed_at, job.renewed_at) if at is not None), default=None)
     return sum(1 for one in job.tries if since is None or one.at >= since)
@@ -97,6 +98,8 @@ def _same(one: Try, fault: Diagnosis, rung: Rung) -> bool:
                 agrees = _overlap(one.gpus, fault.gpus)
             case "code":
                 agrees = one.code == fault.code
+            case _:
+                assert_never(key)
         if not agrees:
             return False
     return True

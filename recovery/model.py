@@ -264,6 +264,8 @@ class Incident:
     because: str
     nodes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    code: str = ""
     certainty: Certainty = Certainty.LIKELY
     traceback: str = ""
     decisions: tuple[DecisionRecord, ...] = ()

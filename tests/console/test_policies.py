@@ -114,9 +114,17 @@ def test_a_drawing_says_tries_window_key_delays_examination_isolation_and_what_f
 async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(tmp_path: Path) -> None:
     view = json.loads((await starter(tmp_path, "policy", "explain", "ecs-reboot-once", "--json")).out)
     assert [ladder["causes"] for ladder in view["ladders"]] == [list(Cause)]
-    assert view["budgets"] == {"max_restarts": 1, "renewal": "never", "no_progress_stop": None, "healthy_for": 3600.0}
+    assert view["budgets"] == {
+        "max_restarts": 1,
+        "renewal": "never",
+        "no_progress_stop": None,
+        "no_progress_ask": None,
+        "healthy_for": 3600.0,
+    }
+    of_default = json.loads((await starter(tmp_path, "policy", "explain", "default", "--json")).out)
+    assert of_default["budgets"]["no_progress_ask"] == 30
     alone = (await starter(tmp_path, "policy", "explain", "default", "--cause", "hang")).out
-    assert "\nHANG\n  1  RESTART_IN_PLACE  3 tries" in alone and "STORAGE" not in alone
+    assert "\nHANG\n  1  RESTART_IN_PLACE  2 tries" in alone and "STORAGE" not in alone
     one_sentence(await starter(tmp_path, "policy", "explain", "default", "--cause", "HUNG"), "'HUNG' is no cause", "HANG")
     with pytest.raises(Mistake, match=r"'harsh' is neither a preset .* nor a file"):
         read("harsh")
@@ -171,7 +179,7 @@ async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(s
             0,
             [
                 "job llama: the policy is in force from the next decision on",
-                "  causes.HANG: RESTART_IN_PLACE 3 times, then REPLACE_NODE when UNHEALTHY 2 times, then FAIL → ASK",
+                "  causes.HANG: RESTART_IN_PLACE 2 times, then REPLACE_NODE when UNHEALTHY 2 times, then FAIL → ASK",
                 "  max_restarts: 8 → 12",
                 "  timeouts.lost_after: 0.6s → 5m",
             ],

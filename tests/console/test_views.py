@@ -47,7 +47,14 @@ def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
     assert entry.keys() >= HISTORY_KEYS
     assert entry["times"] == {"detected": 0.25, "decided": 1.0, "stopped": 2.5, "launched": None, "recovered": None}
     assert entry["decisions"] == [
-        {"at": "2026-03-01T12:00:01Z", "decision": "Relaunch", "strategy": "RESTART_IN_PLACE", "because": "first try of 3", "spent": True}
+        {
+            "at": "2026-03-01T12:00:01Z",
+            "decision": "Relaunch",
+            "strategy": "RESTART_IN_PLACE",
+            "because": "first try of 3",
+            "spent": True,
+            "left": "",
+        }
     ]
     assert entry["traceback"] == TRACEBACK
     assert any("stopped 2.50 s" in line for line in history_lines(entry))

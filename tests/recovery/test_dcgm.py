@@ -15,6 +15,7 @@ from recovery.catalog.dcgm_tables import Advice, dcgm_errors, dcgm_exits
 from recovery.causes import Cause
 from recovery.dcgm import GRAVITY, Examination, read_diag
 from recovery.evidence import Role, Verdict
+from tests.recovery.generated import searched
 
 SAMPLES = Path(__file__).parent / "samples" / "dcgm"
 MANIFEST = json.loads((SAMPLES / "synthetic" / "manifest.json").read_text())["cases"]
@@ -82,6 +83,8 @@ def test_one_clause_names_the_gpus_and_what_was_found(file: str, because: str) -
 
 DISABLED = "Persistence mode for GPU {} is disabled."
 SKIPPED = document_4(result_4(0), result_4(1, "Skip"))
+INTERRUPTED = PASS_4.replace('"test_categories"', '"runtime_error": "the host engine went away", "test_categories"', 1)
+BROKEN = document_4(result_4(0), name="memory, {all of it TEXT").replace("TEXT", "\\q")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,7 @@ SKIPPED = document_4(result_4(0), result_4(1, "Skip"))
         pytest.param("{not this}\n{}\n" + PASS_4 + "bye }", 0, Advice.HEALTHY, "1 test", id="nor do braces before and after it"),
         pytest.param(sample("v4_truncated_output.txt"), None, Advice.INCONCLUSIVE, "cut short", id="a healthy beginning is not health"),
         pytest.param(sample("v4_truncated_output.txt"), 0, Advice.INCONCLUSIVE, "cut short", id="not even with exit 0"),
+        pytest.param("{not this}\n" + sample("v4_truncated_output.txt"), 0, Advice.INCONCLUSIVE, "cut short", id="nor behind other braces"),
         pytest.param(MEMORY[: MEMORY.index("Found 12")], None, Advice.ISOLATE, "GPU 6", id="evidence before the cut counts"),
         pytest.param(MEMORY[: MEMORY.index("52,") + 1], None, Advice.INCONCLUSIVE, "cut short", id="half an error id does not"),
         pytest.param(PASS_4, None, Advice.INCONCLUSIVE, "did not finish", id="a document without an exit code was killed"),
@@ -130,6 +134,8 @@ SKIPPED = document_4(result_4(0), result_4(1, "Skip"))
         pytest.param(sample("v3_runtime_error.json"), 238, Advice.ISOLATE, "reached", id="a runtime error is told by the exit code"),
         pytest.param(sample("v3_runtime_error.json"), 226, Advice.INCONCLUSIVE, "already running", id="a runtime error with 226"),
         pytest.param(sample("v3_runtime_error.json"), 0, Advice.INCONCLUSIVE, "already running", id="a runtime error with 0"),
+        pytest.param(INTERRUPTED, 0, Advice.INCONCLUSIVE, "the host engine went away", id="a runtime error beside tests that passed"),
+        pytest.param(BROKEN, 0, Advice.INCONCLUSIVE, "no DCGM document", id="a text that breaks off behind a comma and a brace of its own"),
     ],
 )
 def test_the_output_and_the_exit_code_are_weighed_together(stdout: str, exit_code: int | None, advice: Advice, because: str) -> None:
@@ -374,6 +380,7 @@ def _consistent(found: Examination) -> None:
     json.dumps([found.because, found.version, *(finding.because for finding in found.findings)], ensure_ascii=False).encode()
 
 
+@searched(100)
 @given(mutated(), st.sampled_from([0, 0, 0, 205, 226, None]))
 def test_no_mutation_of_a_document_breaks_the_reader_or_makes_an_error_healthy(document: Any, exit_code: int | None) -> None:
     found = read_diag(json.dumps(document), exit_code)
@@ -382,6 +389,7 @@ def test_no_mutation_of_a_document_breaks_the_reader_or_makes_an_error_healthy(d
         assert Advice.HEALTHY is not found.advice
 
 
+@searched(100)
 @given(st.sampled_from(sorted(EXITS)), st.integers(0, 7000), st.sampled_from([0, None, 226, 205]))
 def test_output_cut_anywhere_is_never_healthy(file: str, at: int, exit_code: int | None) -> None:
     text = sample(file).rstrip()
@@ -390,12 +398,14 @@ def test_output_cut_anywhere_is_never_healthy(file: str, at: int, exit_code: int
     assert Advice.HEALTHY is not found.advice
 
 
+@searched(100)
 @given(st.text(), st.sampled_from(sorted(EXITS)), st.integers(0, 7000), st.one_of(st.none(), st.integers(-300, 70000)))
 def test_no_text_in_the_midst_of_a_document_breaks_the_reader(noise: str, file: str, at: int, exit_code: int | None) -> None:
     text = sample(file)
     _consistent(read_diag(text[:at] + noise + text[at:], exit_code))
 
 
+@searched(100)
 @given(st.text(), st.integers(-300, 70000))
 def test_only_exit_0_can_be_healthy_and_never_without_a_document(noise: str, exit_code: int) -> None:
     assert Verdict.HEALTHY is not read_diag(noise, exit_code).verdict

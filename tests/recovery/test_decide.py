@@ -357,7 +357,7 @@ def test_a_second_fault_before_recovery_belongs_to_the_same_incident() -> None:
 
 def test_a_hang_has_its_own_budget() -> None:
     job = running(policy=policy(max_restarts=0))
-    for _ in range(3):
+    for _ in range(2):
         job, decision = step(job, RanksHung(job.generation, (1,), "flat", T0))
         assert isinstance(decision, Relaunch) and not decision.spent
         job = relaunched(job)

@@ -7,10 +7,20 @@ from datetime import timedelta
 import pytest
 
 from recovery.causes import Cause
-from recovery.diagnose import diagnose
-from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnreachable, Observation, RanksFenced, RanksHung, RanksVanished
+from recovery.diagnose import AHEAD, BEHIND, CLOCKS_AGREE, RIVALS, diagnose, is_root
+from recovery.events import (
+    FaultObserved,
+    LaunchRefused,
+    NodeRefusal,
+    NodeUnreachable,
+    Observation,
+    RankExited,
+    RanksFenced,
+    RanksHung,
+    RanksVanished,
+)
 from recovery.model import Certainty
-from tests.recovery.builders import T0, at, error, exited, fault, running, step
+from tests.recovery.builders import T0, at, error, exited, fault, running, step, xid
 
 WROTE = T0.timestamp() - 1.0
 KILLED = exited(3, "n2", signal=9)
@@ -55,6 +65,145 @@ def test_s3_6_root_cause_of_exits(observations: tuple[Observation, ...], cause: 
     job = running()
     diagnosis = diagnose(job, FaultObserved(1, observations, 0, T0))
     assert (cause, ranks, exit_code) == (diagnosis.cause, diagnosis.ranks, diagnosis.exit_code)
+
+
+def wrote(message: str, rank: int = 3, node: str = "n2", *, late: float = 0.0, **more: int) -> RankExited:
+    """A rank that said what it failed of, so many seconds after the first that did."""
+    return exited(rank, node, error=error(message, WROTE + late), seconds=late, **(more or {"code": 1}))
+
+
+BUG, OOM = "ValueError: bad batch", "torch.OutOfMemoryError: CUDA out of memory."
+AGREE, APART = CLOCKS_AGREE / 2, CLOCKS_AGREE * 2
+
+
+@pytest.mark.parametrize(
+    ("observations", "cause", "nodes", "ranks"),
+    [
+        pytest.param((wrote(BUG), wrote(OOM, 0, "n1", late=AGREE)), Cause.UNKNOWN, ("n2", "n1"), (3, 0), id="two of one moment"),
+        pytest.param((wrote(BUG), wrote(OOM, 0, "n1", late=APART)), Cause.APPLICATION, ("n2",), (3,), id="the clocks tell"),
+        pytest.param((wrote(BUG), wrote(OOM, 2, "n2", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="one node has one clock"),
+        pytest.param((wrote(BUG), wrote(BUG, 0, "n1", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="both say the same"),
+        pytest.param(
+            (wrote(BUG), wrote("TypeError: bad batch", 0, "n1", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="both mean the same"
+        ),
+        pytest.param(
+            (wrote(BUG), wrote("nobody knows", 0, "n1", late=AGREE, signal=9)),
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+            id="the other means nothing",
+        ),
+        pytest.param(
+            (wrote("nobody knows", signal=9), wrote(OOM, 0, "n1", late=AGREE)), Cause.UNKNOWN, ("n2",), (3,), id="the first means nothing"
+        ),
+        pytest.param(
+            (wrote(BUG), wrote("Connection reset by peer", 0, "n1", late=AGREE)), Cause.APPLICATION, ("n2",), (3,), id="an echo is no rival"
+        ),
+        pytest.param(
+            (
+                wrote(BUG),
+                *(wrote(f"{BUG} of rank {rank}", rank, "n1", late=AGREE) for rank in range(10, 9 + RIVALS)),
+                wrote(OOM, 100, "n1", late=AGREE),
+            ),
+            Cause.UNKNOWN,
+            ("n2", "n1"),
+            (3, 100),
+            id="the last rival that is compared",
+        ),
+        pytest.param(
+            (
+                wrote(BUG),
+                *(wrote(f"{BUG} of rank {rank}", rank, "n1", late=AGREE) for rank in range(10, 10 + RIVALS)),
+                wrote(OOM, 100, "n1", late=AGREE),
+            ),
+            Cause.APPLICATION,
+            ("n2",),
+            (3,),
+            id="a program that puts its rank into its words has too many to compare",
+        ),
+    ],
+)
+def test_s3_6_errors_of_one_moment_are_a_cause_only_where_they_agree(
+    observations: tuple[Observation, ...], cause: Cause, nodes: tuple[str, ...], ranks: tuple[int, ...]
+) -> None:
+    for shown in (observations, observations[::-1]):
+        diagnosis = diagnose(running(), FaultObserved(1, shown, 0, T0))
+        assert (cause, nodes, ranks) == (diagnosis.cause, diagnosis.nodes, diagnosis.ranks)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "root"),
+    [
+        pytest.param(1.0, BEHIND, 3, id="as long before its end as torch waits for a collective"),
+        pytest.param(1.0, BEHIND + 1, 0, id="longer before"),
+        pytest.param(-AHEAD, 1.0, 3, id="a little after it was received"),
+        pytest.param(-AHEAD - 1, 1.0, 0, id="longer after"),
+    ],
+)
+def test_s3_6_a_clock_that_cannot_be_right_dates_nothing(first: float, second: float, root: int) -> None:
+    """Of two ranks that ended together, so many seconds after each wrote by its own clock."""
+    ended = [exited(rank, f"n{rank}", code=1, error=error(BUG, T0.timestamp() - wrote)) for rank, wrote in ((0, first), (3, second))]
+    assert (root,) == diagnose(running(), fault(running(), *ended)).ranks
+
+
+KERNEL_KILLED_IT = ("[ 9.1] Out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB", "[ 9.2] eth0: Lost carrier")
+SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
+
+
+@pytest.mark.parametrize(
+    ("observations", "cause", "because"),
+    [
+        pytest.param(
+            (exited(3, signal=9, pid=4711, kernel=KERNEL_KILLED_IT),), Cause.OUT_OF_MEMORY, "Out of memory", id="the kernel killed it"
+        ),
+        pytest.param(
+            (exited(3, code=5, error_unreadable="it is torn"),), Cause.UNKNOWN, "its error file is unreadable: it is torn", id="a torn file"
+        ),
+        pytest.param((exited(3, code=5),), Cause.UNKNOWN, "it said nothing", id="a rank that said nothing"),
+        pytest.param(
+            (exited(3, code=1, error=error("")),), Cause.APPLICATION, "an error without a message", id="an exception without a message"
+        ),
+        pytest.param(
+            (ECHO_BY_LOG, exited(3, code=1, error=ECHO_BY_ERROR.error, kernel=("[ 9.1] eth0: Lost carrier",))),
+            Cause.NETWORK,
+            "link-down on n2",
+            id="among echoes, a node whose link went down",
+        ),
+        pytest.param((), Cause.PLATFORM, "nothing was observed", id="nothing was observed"),
+        pytest.param((SUPERSEDED,), Cause.PLATFORM, "n2: generation 2 runs", id="a node that obeyed a later generation"),
+        pytest.param(
+            (exited(0, signal=15, stopped=True), exited(1, code=3, stopped=True, seconds=1)),
+            Cause.PLATFORM,
+            "rank 0 on n2 ended with SIGTERM",
+            id="only ranks that we stopped by a signal",
+        ),
+        pytest.param(
+            (exited(1, code=3, stopped=True),), Cause.PLATFORM, "rank 1 on n2 ended with code 3", id="that we stopped, with a code"
+        ),
+        pytest.param((exited(1, signal=77, stopped=True),), Cause.PLATFORM, "ended with signal 77", id="by a signal without a name"),
+    ],
+)
+def test_what_is_said_where_little_is_known(observations: tuple[Observation, ...], cause: Cause, because: str) -> None:
+    diagnosis = diagnose(running(), FaultObserved(1, observations, 0, T0))
+    assert (cause, because in diagnosis.because) == (diagnosis.cause, True), diagnosis.because
+
+
+@pytest.mark.parametrize(
+    ("observation", "root"),
+    [
+        pytest.param(RAISED, True, id="an exception of its own"),
+        pytest.param(KILLED, True, id="a rank that was killed"),
+        pytest.param(ECHO_BY_ERROR, False, id="an echo"),
+        pytest.param(exited(1, "n1", code=1, error=ECHO_BY_ERROR.error, kernel=(xid(79),)), True, id="an echo whose kernel saw something"),
+        pytest.param(exited(1, code=0), False, id="a rank that ended well"),
+        pytest.param(exited(1, signal=15, stopped=True), False, id="a rank that we stopped"),
+        pytest.param(RanksFenced("n2", T0, "isolated", "nobody answered"), True, id="a node that was cut off"),
+        pytest.param(SUPERSEDED, False, id="a node that obeyed a later generation"),
+        pytest.param(RanksVanished("n1", T0, "the node rebooted", rebooted=True), True, id="ranks that are gone"),
+    ],
+)
+def test_only_what_may_be_a_cause_is_reported_at_once(observation: Observation, root: bool) -> None:
+    assert root == is_root(observation)
 
 
 def test_s3_6_the_traceback_of_the_root_travels() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from temporalio.contrib.pydantic import pydantic_data_converter
 
+from converter import shared_converter
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.policy import (
@@ -211,6 +211,28 @@ def test_a_policy_names_the_cause_whose_ladder_is_impossible() -> None:
     with pytest.raises(ValidationError) as error:
         resolve({"causes": {"STORAGE": [RESTART, FAIL]}})
     assert sentence(error) == "Value error, causes.STORAGE: rung 1 (RESTART_IN_PLACE) has no tries, so rung 2 is never reached"
+
+
+@pytest.mark.parametrize(
+    ("cause", "reset_by", "named"),
+    [
+        pytest.param("HANG", "HANG", "HANG", id="itself"),
+        pytest.param("HANG", ["PROGRESS", "NETWORK", "HANG"], "HANG", id="itself among others"),
+        pytest.param("UNKNOWN", ["GPU_FATAL", "STORAGE"], "STORAGE", id="a cause without a ladder of its own, which has that of UNKNOWN"),
+    ],
+)
+def test_a_row_that_the_very_faults_it_counts_begin_anew_is_refused(cause: str, reset_by: Any, named: str) -> None:
+    rung = {**RESTART, "tries": 2, "consecutive": True, "reset_by": reset_by}
+    with pytest.raises(ValidationError) as error:
+        Policy.model_validate({"causes": {"UNKNOWN": [FAIL], "GPU_FATAL": [FAIL], cause: [rung, FAIL]}})
+    assert sentence(error) == f"Value error, causes.{cause}: reset_by names {named}, which this ladder serves: no row would ever grow"
+
+
+@pytest.mark.parametrize("written", ["default", None, 3, []])
+def test_what_is_no_mapping_is_no_policy(written: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        Policy.model_validate(written)
+    assert sentence(error) == "Input should be a valid dictionary or instance of Policy"
 
 
 def test_a_policy_without_a_ladder_for_unknown_is_refused() -> None:
@@ -421,8 +443,8 @@ def test_a_policy_is_the_same_after_json(written: dict[str, Any]) -> None:
 @pytest.mark.parametrize("written", WRITTEN)
 async def test_a_policy_is_the_same_after_temporal(written: dict[str, Any]) -> None:
     policy = resolve(written)
-    payloads = await pydantic_data_converter.encode([policy])
-    assert await pydantic_data_converter.decode(payloads, [Policy]) == [policy]
+    payloads = await shared_converter.encode([policy])
+    assert await shared_converter.decode(payloads, [Policy]) == [policy]
 
 
 @pytest.mark.parametrize("written", WRITTEN)

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from temporalio.contrib.pydantic import pydantic_data_converter
 
+from converter import shared_converter
 from recovery.causes import Cause
 from recovery.decide import decide
 from recovery.events import (
@@ -314,7 +314,7 @@ def test_a_state_comes_back_from_history_as_it_was(policy: Policy, stream: list[
         assert [turn.after] == CONVERTER.from_payloads(payloads, [JobState])
 
 
-CONVERTER = pydantic_data_converter.payload_converter
+CONVERTER = shared_converter.payload_converter
 
 
 @searched(100)

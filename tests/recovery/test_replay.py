@@ -22,14 +22,15 @@ from recovery.events import (
     ProgressSeen,
     RanksHung,
     RepairEnded,
+    RetryRequested,
     Submitted,
 )
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve
-from recovery.model import ExaminedNode, JobState, Relaunch, Slot, Wait
+from recovery.model import Decision, Diagnosis, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Slot, Stop, Try, Wait
 from recovery.policy import Policy, Strategy, preset
-from recovery.replay import CURRENT, Replayed, Step, named, rehearse, replay
-from tests.recovery.builders import at, error, exited, new_job, policy
+from recovery.replay import CURRENT, Replayed, Step, difference, named, rehearse, replay
+from tests.recovery.builders import T0, at, error, exited, new_job, policy, suspected
 
 SLOTS = (Slot("n1", "10.0.0.1", 1, 1), Slot("n2", "10.0.0.2", 1, 1))
 RESTART, FAIL = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "FAIL"}
@@ -117,6 +118,63 @@ def test_what_differs_is_said_in_a_clause(then: dict[str, Any], now: dict[str, A
     assert replayed[-1].differs == differs
 
 
+FAULT = suspected()
+
+
+def repair(*nodes: str, gpus: tuple[str, ...] = (), spent: bool = True, fault: Diagnosis = FAULT) -> Repair:
+    take = Try(T0, fault.cause, Strategy.RESET_GPU, "RESET_GPU", spent)
+    return Repair(Strategy.RESET_GPU, nodes, gpus, fault, "", take, "", T0)
+
+
+def launch(**more: Any) -> Relaunch:
+    return Relaunch(2, "", strategy=Strategy.REPLACE_NODE, **more)
+
+
+def examine(*nodes: str) -> Examine:
+    return Examine(nodes, FAULT, "", "", T0)
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "differs"),
+    [
+        pytest.param(examine("n1"), examine("n1"), "", id="the same nodes are examined"),
+        pytest.param(examine("n1"), examine("n2", "n3"), "then of n2, n3", id="others are"),
+        pytest.param(examine("n9"), examine("n1", "n2", "n3", "n4", "n5", "n6"), "then of n1, n2, n3, n4 and 2 more", id="many others are"),
+        pytest.param(repair("n1"), repair("n1"), "", id="the same node is repaired"),
+        pytest.param(repair("n1"), repair("n2"), "then of n2", id="another is"),
+        pytest.param(repair("n1", gpus=("05",)), repair("n1"), "then of gpu none", id="one of its GPUs, not all of them"),
+        pytest.param(
+            repair("n1", spent=False),
+            repair("n2", gpus=("05", "06")),
+            "then of n2, of gpu 05, 06, spending one of max_restarts",
+            id="all of that",
+        ),
+        pytest.param(launch(without=("n1",)), launch(without=("n2",)), "then without n2", id="another node is left out"),
+        pytest.param(launch(without=("n1",)), launch(), "then without none", id="no node was left out"),
+        pytest.param(launch(keep_nodes=False), launch(), "then on the same nodes", id="places were kept"),
+        pytest.param(launch(), launch(keep_nodes=False), "then with all places given anew", id="places were given anew"),
+        pytest.param(launch(delay=timedelta(seconds=5)), launch(), "then after 0s", id="it was not waited"),
+        pytest.param(launch(take=repair().take), launch(), "then spending nothing of max_restarts", id="nothing was spent"),
+        pytest.param(Stop(Phase.FAILED, "", 1), Stop(Phase.FAILED, "others", 1), "", id="only the reason differs"),
+        pytest.param(Stop(Phase.FAILED, "", 1), Stop(Phase.FAILED, "", 137), "then with exit code 137", id="another exit code"),
+        pytest.param(Stop(Phase.FAILED, "", 1), Stop(Phase.CANCELLED, "", 1), "then Stop CANCELLED", id="another end"),
+        pytest.param(Wait(Phase.RUNNING, "", ""), Wait(Phase.RUNNING, "", "", T0), "", id="a wait is a wait"),
+        pytest.param(Ignore(""), Wait(Phase.RUNNING, "", ""), "then Wait RUNNING", id="another kind"),
+    ],
+)
+def test_each_thing_that_two_decisions_do_otherwise_is_named(now: Decision, then: Decision, differs: str) -> None:
+    assert differs == difference(now, then)
+
+
+def test_a_repair_that_differs_is_followed_as_it_was_and_one_that_does_not_is_counted() -> None:
+    reset = application({"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
+    ended = RepairEnded(1, Strategy.RESET_GPU, ("n2",), "refused", "it is busy")
+    steps = record(new_job(policy=reset), *three_faults()[:4], (160.0, ended))
+    assert marked(replay(reset, new_job(), steps)) == []
+    reboot = application({"strategy": "REBOOT_NODE", "tries": 1}, FAIL)
+    assert marked(replay(reboot, new_job(), steps)) == [("Repair REBOOT_NODE", "then Repair RESET_GPU")], "not an answer nobody asked for"
+
+
 # --- written events -----------------------------------------------------------------------------------------------------------
 
 
@@ -126,13 +184,19 @@ def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, st
 
 
 def test_a_launch_that_nobody_speaks_of_succeeds_and_a_line_may_say_otherwise() -> None:
-    refused = LaunchRefused(CURRENT, (NodeRefusal("n2", "stuck", "a process cannot be killed"),))
+    refused = LaunchRefused(CURRENT, (NodeRefusal("n2", "expired", "it was prepared more than 90 s ago"),))
     assert rehearsed(application(RESTART), (60, boom(CURRENT, 60)), (60, refused), (90, CancelRequested("", "")))[2:] == [
         (60, "FaultObserved", "Relaunch RESTART_IN_PLACE"),
         (60, "LaunchRefused", "Relaunch RESTART_IN_PLACE"),
-        (60, "Launched", "Wait RUNNING"),
+        (61, "Launched", "Wait RUNNING"),
         (90, "CancelRequested", "Stop CANCELLED"),
     ]
+
+
+def test_a_submission_that_somebody_wrote_down_is_the_first_event_and_is_not_made_up_again() -> None:
+    found = rehearse(application(RESTART), new_job(), [Step(at(7), Submitted("night run", "grace"))])
+    assert [(one.at, one.event) for one in found] == [(at(7), "Submitted"), (at(7), "NodesAcquired"), (at(7), "Launched")]
+    assert found[0].decision.because == "submitted by grace: night run"
 
 
 def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_what_it_says() -> None:
@@ -142,6 +206,19 @@ def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_w
     found = rehearse(rules, new_job(policy=rules), [Step(at(60), boom(CURRENT, 60)), Step(at(90), verdict)])
     assert [named(one.decision) for one in found][-3:] == ["Relaunch REPLACE_NODE", "Ignore", "Wait RUNNING"]
     assert found[-1].decision.because == "generation 2 runs on n1, n3", "an isolated node does not come back"
+
+
+def test_a_person_who_does_not_answer_in_time_finds_the_job_failed() -> None:
+    rules = application({"strategy": "ASK"}, timeouts={"answer_within": "2h"})
+    asked, day = (60, "FaultObserved", "Ask"), 86400
+    assert rehearsed(rules, (60, boom(CURRENT, 60)), (3600, RetryRequested("fixed", "ada")))[2:4] == [
+        asked,
+        (3600, "RetryRequested", "Relaunch"),
+    ]
+    assert rehearsed(rules, (60, boom(CURRENT, 60)), (day, RetryRequested("fixed", "ada")))[2:] == [
+        asked,
+        (60 + 7200, "DeadlinePassed", "Stop FAILED"),
+    ]
 
 
 def test_an_answer_that_comes_too_late_finds_the_deadline_passed() -> None:

@@ -1,0 +1,205 @@
+"""What a job takes in and writes down beside the next decision: ranks it found, progress, archives, changes, and what nobody asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from recovery.events import (
+    CancelRequested,
+    DeadlinePassed,
+    Event,
+    IncidentsArchived,
+    Launched,
+    NodeDeclaredDead,
+    NodesMissing,
+    PolicyChanged,
+    ProgressSeen,
+    RanksFound,
+    RepairEnded,
+    StepReached,
+    Submitted,
+)
+from recovery.evolve import KEPT_DECISIONS, changed_keys
+from recovery.model import JobState, Progress
+from recovery.policy import Strategy
+from tests.recovery.builders import (
+    T0,
+    at,
+    back,
+    died,
+    gone,
+    mended,
+    new_job,
+    play,
+    policy,
+    raised,
+    relaunched,
+    rungs,
+    running,
+    step,
+    this,
+    told,
+    walk,
+)
+
+RESTART = rungs({"strategy": "RESTART_IN_PLACE"}, no_progress_ask="off")
+
+
+def test_ranks_that_somebody_found_may_be_alive_wherever_they_are() -> None:
+    job, _ = play(running(), RanksFound(("n9", "n2")))
+    assert job.maybe_alive == ("n1", "n2", "n9")
+
+
+@pytest.mark.parametrize(
+    ("steps", "progress"),
+    [
+        pytest.param((5, 7), Progress(7, at(1)), id="a later step"),
+        pytest.param((5, 5), Progress(5, at(0)), id="the same step, since when it stands"),
+        pytest.param((5, 3), Progress(5, at(0)), id="an earlier step, from a rank that is behind"),
+    ],
+)
+def test_progress_is_the_furthest_step_and_when_it_was_reached(steps: tuple[int, ...], progress: Progress) -> None:
+    job, _ = play(running(), *(ProgressSeen(1, step, at(number)) for number, step in enumerate(steps)))
+    assert progress == job.progress
+
+
+def test_archived_incidents_leave_the_state_and_are_still_counted() -> None:
+    job = running(policy=RESTART)
+    for generation in (1, 2, 3):
+        job = walk(job, (raised(), "RESTART_IN_PLACE"))
+        job, _ = play(relaunched(job), StepReached(generation + 1, 0, T0))
+    kept = job.incidents[2:]
+    job, decision = step(job, IncidentsArchived(2))
+    assert ("IGNORE", kept, 2) == (told(decision), job.incidents, job.incidents_archived)
+
+
+def test_a_very_long_incident_keeps_its_first_and_its_last_decisions_and_counts_the_others() -> None:
+    job = running(policy=RESTART)
+    faults = KEPT_DECISIONS + 25
+    for second in range(faults):
+        job, _ = step(job, raised()(job), at(second))
+        job = relaunched(job)
+    assert job.incident is not None
+    kept = job.incident.decisions
+    assert len(kept) <= KEPT_DECISIONS
+    assert faults == len(kept) + job.incident.dropped_decisions
+    half = KEPT_DECISIONS // 2
+    assert [at(second) for second in range(half)] == [one.at for one in kept[:half]]
+    assert at(faults - 1) == kept[-1].at
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "keys"),
+    [
+        pytest.param({}, {}, (), id="nothing"),
+        pytest.param({}, {"max_restarts": 9}, ("max_restarts",), id="a number"),
+        pytest.param({}, {"hang": {"after": "off"}}, ("hang.after",), id="a part of a mapping"),
+        pytest.param(
+            {"max_restarts": 9},
+            {"timeouts": {"lease": "90s"}, "strict_lease": True, "causes": {"HANG": [{"strategy": "FAIL"}]}},
+            ("causes.HANG", "max_restarts", "strict_lease", "timeouts.lease"),
+            id="several, in the order of their names",
+        ),
+    ],
+)
+def test_a_change_of_the_policy_is_remembered_by_what_it_changes(
+    before: dict[str, Any], after: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    assert keys == changed_keys(policy(**before), policy(**after))
+    job, decision = step(running(policy=policy(**before)), PolicyChanged(policy(**after), "so", "ada"))
+    assert ("IGNORE", policy(**after), keys) == (told(decision), job.policy, job.policy_changes[-1].keys)
+    assert (f"ada changed the policy ({', '.join(keys) or 'nothing'}): so",) == job.notices
+
+
+RESET_ONCE = rungs({"strategy": "RESET_GPU", "tries": 1}, {"strategy": "REPLACE_NODE"})
+
+
+def repairing() -> JobState:
+    return walk(running(policy=RESET_ONCE), (raised(), "RESET_GPU n2"))
+
+
+def losing(node: str) -> JobState:
+    return walk(running(nodes=3), (gone("n1"), "WAIT NODE_LOST"), (gone(node), "WAIT NODE_LOST"))
+
+
+def failing() -> JobState:
+    return walk(running(), (died(93), "FAILED 93"))
+
+
+@pytest.mark.parametrize(
+    ("job", "event", "expected", "because"),
+    [
+        pytest.param(
+            repairing,
+            this(RepairEnded(1, Strategy.REBOOT_NODE, ("n2",), "done", "")),
+            "IGNORE",
+            "nobody asks any more",
+            id="another repair than the one that is waited for",
+        ),
+        pytest.param(
+            running,
+            this(RepairEnded(1, Strategy.RESET_GPU, ("n2",), "done", "")),
+            "IGNORE",
+            "nobody asks",
+            id="no repair goes on",
+        ),
+        pytest.param(repairing, mended("refused"), "REPLACE_NODE without n2", "refused", id="the repair that goes on, in vain"),
+        pytest.param(
+            repairing, this(DeadlinePassed()), "REPLACE_NODE without n2", "did not end within 25m", id="a repair that does not end"
+        ),
+        pytest.param(
+            lambda: losing("n2"), back("n2"), "WAIT NODE_LOST", "n2 answers again, n1 not yet", id="one of two lost nodes answers"
+        ),
+        pytest.param(
+            lambda: losing("n2"), this(Launched(1, T0, T0)), "WAIT RUNNING", "generation 1 runs on n1, n2, n3", id="all nodes answered"
+        ),
+        pytest.param(
+            lambda: losing("n2"),
+            this(StepReached(1, 8, T0)),
+            "WAIT NODE_LOST",
+            "passed step 7",
+            id="the others go on without the lost ones",
+        ),
+        pytest.param(
+            lambda: walk(new_job(), (this(Submitted("", "ada")), "LAUNCH"), (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES")),
+            this(DeadlinePassed()),
+            "ASK",
+            "not enough nodes answered within 1d",
+            id="nodes that never came",
+        ),
+        pytest.param(
+            lambda: walk(new_job(), (this(Submitted("", "ada")), "LAUNCH")),
+            this(DeadlinePassed()),
+            "IGNORE",
+            "nothing waits in phase LAUNCHING",
+            id="a deadline that nobody set",
+        ),
+        pytest.param(
+            running, this(NodeDeclaredDead("n9", "", "ada")), "IGNORE", "n9 is none of this job's nodes", id="a strange node is dead"
+        ),
+        pytest.param(failing, this(CancelRequested("", "")), "CANCELLED 130", "cancelled", id="a job that fails is cancelled"),
+        pytest.param(
+            failing, this(CancelRequested("enough", "ada")), "CANCELLED 130", "cancelled by ada: enough", id="by somebody, with a reason"
+        ),
+        pytest.param(failing, died(1), "IGNORE", "the job is ending", id="a job that fails fails no further"),
+    ],
+)
+def test_what_follows_in_a_state_of_its_own(
+    job: Callable[[], JobState], event: Callable[[JobState], Event], expected: str, because: str
+) -> None:
+    before = job()
+    after, decision = step(before, event(before))
+    assert (expected, because in decision.because) == (told(decision), True), decision.because
+    assert expected != "IGNORE" or replace(after, notices=()) == before
+
+
+def test_a_node_that_a_person_declares_dead_may_not_be_alive_any_more() -> None:
+    job, _ = step(running(nodes=3), gone("n3")(running(nodes=3)), T0 + timedelta(minutes=4))
+    job, decision = step(job, NodeDeclaredDead("n3", "", ""))
+    assert (told(decision), job.lost, job.maybe_alive) == ("REPLACE_NODE without n3", (), ("n1", "n2"))
+    assert job.notices == ("a person declared n3 dead",)

@@ -1,0 +1,78 @@
+"""Who is which rank, what a rank finds in its environment, and which of two launches is the later one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from recovery.model import Slot, Token
+from recovery.ranks import common_environment, rank_environments, ranks_of
+from tests.recovery.builders import running, spec
+
+TOKEN = Token("default", "llama", 1000, 3)
+
+
+@pytest.mark.parametrize(
+    ("written", "group_rank", "ranks"),
+    [
+        ({"nproc_per_node": 2}, 0, (0, 1)),
+        ({"nproc_per_node": 2}, 1, (2, 3)),
+        ({"nproc_per_node": 8}, 1, tuple(range(8, 16))),
+        ({"nproc_per_node": 8, "launcher": "torchrun"}, 1, (1,)),
+    ],
+)
+def test_ranks_are_counted_node_by_node(written: dict[str, Any], group_rank: int, ranks: tuple[int, ...]) -> None:
+    assert ranks == ranks_of(group_rank, spec(**written))
+
+
+def test_s3_11_all_ranks_share_torchelastics_names_and_the_variables_of_the_job() -> None:
+    shared = common_environment(TOKEN, spec(nodes=3, env={"NCCL_DEBUG": "WARN"}), 8, "10.0.0.1", 29500)
+    assert shared == {
+        "NCCL_DEBUG": "WARN",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_WORLD_SIZE": "6",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "8",
+        "TORCHELASTIC_RUN_ID": "llama-1000",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "RELAUNCH_JOB": "llama",
+        "RELAUNCH_GENERATION": "3",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "threads"),
+    [
+        pytest.param({"nproc_per_node": 2}, "1", id="many ranks that each took all cores would be slower than one"),
+        pytest.param({"nproc_per_node": 2, "env": {"OMP_NUM_THREADS": "4"}}, "4", id="what the job says stands"),
+        pytest.param({"nproc_per_node": 1}, None, id="one rank may have all cores"),
+        pytest.param({"nproc_per_node": 8, "launcher": "torchrun"}, None, id="a launcher sees to it itself"),
+    ],
+)
+def test_how_many_threads_a_rank_takes(written: dict[str, Any], threads: str | None) -> None:
+    assert threads == common_environment(TOKEN, spec(**written), 8, "10.0.0.1", 29500).get("OMP_NUM_THREADS")
+
+
+def test_s3_11_each_rank_of_a_node_has_its_numbers_and_the_counts_of_its_place() -> None:
+    place = {"GROUP_RANK": "1", "RELAUNCH_NODE": "n2", "MA_SCHEDULE_CNT": "2", "MA_PROC_START_CNT": "5"}
+    assert (
+        {"RANK": "2", "LOCAL_RANK": "0", "ROLE_RANK": "2", **place},
+        {"RANK": "3", "LOCAL_RANK": "1", "ROLE_RANK": "3", **place},
+    ) == rank_environments(1, Slot("n2", "10.0.0.2", scheduled=2, started=5), spec())
+
+
+def test_the_token_of_a_job_names_its_newest_generation() -> None:
+    assert str(running(generation=4).token) == "default/llama/1000/4"
+
+
+def test_a_later_submission_is_above_every_generation_of_an_earlier_one() -> None:
+    tokens = [Token("default", "llama", submission, generation) for submission in (1000, 2000) for generation in (1, 2, 10)]
+    assert all(earlier < later for earlier, later in itertools.pairwise(tokens))

@@ -1,0 +1,197 @@
+"""What a job file and a fleet file may say, and the sentence for each thing that they may not."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from recovery.spec import Duration, FleetSpec, JobSpec, duration
+from tests.recovery.builders import spec
+
+FLEET: dict[str, Any] = {"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", "address": "10.0.0.1"}]}
+NO_NAME = "is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit"
+NO_VARIABLE = "cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_"
+ONE_SOURCE = "a secret has exactly one source: file: PATH or env: NAME"
+
+
+def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
+    (one,) = error.value.errors()
+    return ".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")
+
+
+# --- a job file ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "where", "expected"),
+    [
+        *(
+            pytest.param({"name": name}, "name", f"{name!r} {NO_NAME}", id=f"the name {name[:8]!r}")
+            for name in ("", "-llama", "llama.", "my job", "llama/7b", "l" * 64, "llama\n")
+        ),
+        pytest.param({"fleet": "a b"}, "fleet", f"'a b' {NO_NAME}", id="a fleet's name"),
+        pytest.param(
+            {"command": "python train.py"},
+            "command",
+            "'python train.py' is one string: write a list, one item per argument, such as [python, train.py]",
+            id="a command in one string",
+        ),
+        pytest.param({"nodes": 0}, "nodes", "0 is not a number of nodes: at least 1", id="no nodes"),
+        pytest.param({"nodes": {"min": 3, "max": 2}}, "nodes", "min is 3 and max is 2: min must not exceed max", id="an empty range"),
+        pytest.param(
+            {"nodes": {"min": 2, "max": 3}},
+            "",
+            "nodes {min: 2, max: 3}: a changing size is not supported yet, write one number",
+            id="a changing size",
+        ),
+        pytest.param(
+            {"progress": {"log_pattern": "step ("}},
+            "progress",
+            "'step (' is not a regular expression: missing ), unterminated subpattern at position 5",
+            id="no pattern",
+        ),
+        pytest.param(
+            {"progress": {"log_pattern": "step .*"}},
+            "progress",
+            r"'step .*' has no group named step: write it like 'step (?P<step>\d+)'",
+            id="a pattern that finds no step",
+        ),
+        pytest.param({"secrets": {"HF_TOKEN": {}}}, "secrets", ONE_SOURCE, id="a secret from nowhere"),
+        pytest.param({"secrets": {"HF_TOKEN": {"file": "/etc/hf", "env": "HF"}}}, "secrets", ONE_SOURCE, id="a secret from two places"),
+        *(
+            pytest.param({key: {name: value}}, key, f"{name!r} {NO_VARIABLE}", id=f"the variable {name!r} in {key}")
+            for key, value in (("env", "1"), ("secrets", {"env": "X"}))
+            for name in ("RELAUNCH_JOB", "TORCHELASTIC_RUN_ID", "1ST", "A B", "")
+        ),
+        pytest.param({"workdir": "train"}, "workdir", "'train' is a relative path: a folder's absolute path on the nodes", id="a workdir"),
+    ],
+)
+def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(written: dict[str, Any], where: str, expected: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        spec(**written)
+    # Where a value may be of two kinds, pydantic says what is wrong with it as either.
+    told = [(str(next(iter(one["loc"]), "")), one["msg"].removeprefix("Value error, ")) for one in error.value.errors()]
+    assert (where, expected) in told
+
+
+@pytest.mark.parametrize(
+    ("written", "where"),
+    [
+        pytest.param({"nods": 2}, "nods", id="a key that nobody knows"),
+        pytest.param({"command": []}, "command", id="nothing to run"),
+        pytest.param({"nproc_per_node": 0}, "nproc_per_node", id="no process"),
+        pytest.param({"env": "DEBUG=1"}, "env", id="an environment that is no mapping"),
+        pytest.param({"env": {"DEBUG": True}}, "env.DEBUG", id="a yes that may mean 1, true or yes"),
+        pytest.param({"gang": "loose"}, "gang", id="a gang that nobody knows"),
+    ],
+)
+def test_a_job_file_of_another_shape_is_refused_where_it_stands(written: dict[str, Any], where: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        spec(**written)
+    assert where == refusal(error)[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "node_count", "ranks_per_node", "world_size"),
+    [
+        pytest.param({"nodes": 1, "nproc_per_node": 1}, 1, 1, 1, id="one process"),
+        pytest.param({"nodes": 4, "nproc_per_node": 8}, 4, 8, 32, id="four nodes of eight"),
+        pytest.param({"nodes": {"min": 3, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="a range of one size"),
+        pytest.param({"nodes": 4, "nproc_per_node": 8, "launcher": "torchrun"}, 4, 1, 4, id="a launcher that forks the rest itself"),
+        pytest.param({"nodes": 2, "nproc_per_node": 8, "launcher": "ft_launcher"}, 2, 1, 2, id="another one"),
+    ],
+)
+def test_how_many_processes_a_job_starts(written: dict[str, Any], node_count: int, ranks_per_node: int, world_size: int) -> None:
+    job = spec(**written)
+    assert (node_count, ranks_per_node, world_size) == (job.node_count, job.ranks_per_node, job.world_size)
+
+
+def test_numbers_in_the_environment_are_the_strings_that_everybody_means() -> None:
+    assert spec(env={"DEBUG": 1, "LR": 0.5, "MODE": "on"}).env == {"DEBUG": "1", "LR": "0.5", "MODE": "on"}
+
+
+def test_what_a_job_file_may_leave_out_and_may_say() -> None:
+    least = JobSpec.model_validate({"name": "l", "command": ["true"]})
+    assert (least.node_count, least.workdir, least.progress.log_pattern, least.policy) == (1, None, None, "default")
+    most = spec(workdir="/home/train", progress={"log_pattern": r"step (?P<step>\d+)"}, secrets={"A": {"file": "/a"}, "B": {"env": "b"}})
+    assert (most.workdir, most.secrets["A"].file, most.secrets["B"].env) == ("/home/train", "/a", "b")
+    assert spec(progress={"log_pattern": None}).progress.log_pattern is None
+
+
+# --- a fleet file ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        pytest.param(
+            [{"name": "n1", "address": "10.0.0.1"}, {"name": "n1", "address": "10.0.0.2"}],
+            "nodes n1 and n1 have the same name 'n1': each node has its own",
+            id="one name twice",
+        ),
+        pytest.param(
+            [{"name": "n1", "address": "10.0.0.1"}, {"name": "n2", "address": "10.0.0.1", "spare": True}],
+            "nodes n1 and n2 have the same address '10.0.0.1': each node has its own",
+            id="one machine twice",
+        ),
+    ],
+)
+def test_no_two_nodes_of_a_fleet_are_the_same(nodes: list[dict[str, Any]], expected: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        FleetSpec.model_validate({**FLEET, "nodes": nodes})
+    assert ("nodes", expected) == refusal(error)
+
+
+def test_a_fleet_asks_before_it_repairs_unless_it_says_otherwise() -> None:
+    fleet = FleetSpec.model_validate({**FLEET, "nodes": [*FLEET["nodes"], {"name": "n2", "address": "10.0.0.2", "gpus": 8}]})
+    assert (fleet.repairs, [node.name for node in fleet.nodes]) == ("ask", ["n1", "n2"])
+
+
+# --- durations -------------------------------------------------------------------------------------------------------------------
+
+DURATION: TypeAdapter[timedelta] = TypeAdapter(Duration)
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds", "told"),
+    [
+        ("0s", 0, "0s"),
+        ("30s", 30, "30s"),
+        ("1.5s", 1.5, "1.5s"),
+        ("90s", 90, "1m30s"),
+        ("5m", 300, "5m"),
+        ("1.5h", 5400, "1h30m"),
+        ("1h30m", 5400, "1h30m"),
+        ("2d", 172800, "2d"),
+        ("1d2h3m4s", 93784, "1d2h3m4s"),
+        ("PT90S", 90, "1m30s"),
+        (timedelta(minutes=5), 300, "5m"),
+    ],
+)
+def test_a_duration_is_read_and_written_as_people_write_it(written: Any, seconds: float, told: str) -> None:
+    read = DURATION.validate_python(written)
+    assert (timedelta(seconds=seconds), told) == (read, duration(read))
+    assert read == DURATION.validate_python(duration(read)), "and what is written can be read"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        *((number, f"{number!r} has no unit: write a duration such as 30s, 5m or 1h30m") for number in (30, 1.5, 0, True)),
+        *((text, f"{text!r} is not a duration: write it like 30s, 5m or 1h30m") for text in ("soon", "30", "5m1h", "-5s", "5 m", "s")),
+        (timedelta(seconds=-1), "-1 day, 23:59:59 is negative: a duration is 0s or more"),
+    ],
+)
+def test_what_is_no_duration_is_refused_with_a_sentence(written: Any, expected: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        DURATION.validate_python(written)
+    assert ("", expected) == refusal(error)
+
+
+@pytest.mark.parametrize("written", ["", None, "P1X", [5]])
+def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(written: Any) -> None:
+    with pytest.raises(ValidationError):
+        DURATION.validate_python(written)
