@@ -26,7 +26,7 @@ demo: setup
 	$(PY) examples/demo.py
 
 test: lint types
-	$(PY) -m pytest -n $(WORKERS)
+	$(PY) -m pytest -n $(WORKERS) --cov
 
 lint: setup
 	.venv/bin/ruff check .
