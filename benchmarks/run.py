@@ -1,6 +1,6 @@
 """`make bench`: relaunch beside torchrun and a bare respawn loop, in one run on one machine. Results to JSON and a table.
 
-    python -m benchmarks.run [--rounds 20] [--starts 5] [--torch PYTHON] [--output FILE]
+    python -m benchmarks.run [--rounds 20] [--starts 5] [--jobs 1000] [--torch PYTHON] [--output FILE]
 
 torchrun takes part where PYTHON (default: this one) can import torch. Run it on an idle machine.
 """
@@ -24,9 +24,11 @@ if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import Contender, measure_recovery, measure_start
+from benchmarks.decisions import measure_decisions
 from benchmarks.events import measure_events
 from benchmarks.floor import Floor
 from benchmarks.idle import MARK, measure_idle
+from benchmarks.many import measure_many
 from benchmarks.relaunch import Relaunch
 from benchmarks.torchrun import Torchrun, version
 
@@ -61,6 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1000, help="how many at once on one worker; 0 leaves that out")
     parser.add_argument("--torch", default=sys.executable, help="a Python that can import torch")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"))
     arguments = parser.parse_args()
@@ -82,6 +85,8 @@ def main() -> int:
                 if contender is service:
                     service.take_down()
     events = [dataclasses.asdict(asyncio.run(measure_events(nodes))) for nodes in (2, 200)]
+    decisions = measure_decisions(2048)
+    many = measure_many(arguments.jobs, on_disk=False) if arguments.jobs else None
     report = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(), "load": os.getloadavg()},
@@ -89,6 +94,8 @@ def main() -> int:
         "rounds": arguments.rounds,
         "contenders": results,
         "events_per_recovery": events,
+        "decisions": decisions,
+        "many_jobs": many,
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print("| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms | command → all 4 run, s | idle CPU | idle memory |")
@@ -98,6 +105,13 @@ def main() -> int:
     print()
     for recovery in events:
         print(f"{recovery['events']} history events ({recovery['bytes']} bytes) a recovery with {recovery['nodes']} simulated nodes")
+    for one in decisions:
+        took = f"diagnose {one['diagnose_ms']} ms, decide {one['decide_ms']} ms"
+        print(f"{one['ranks']} ranks of {one['nodes']} nodes fail at once ({one['kind']}): {took}")
+    if many:
+        tasks = f"{many['workflow_tasks_failed']} failed and {many['workflow_tasks_timed_out']} timed-out workflow tasks"
+        print(f"{many['jobs']} jobs, a fault each, all recovered after {many['all_recovered_after_s']} s: {tasks}")
+        print(f"the worker held {many['worker_peak_mib']} MiB, the server {many['server_peak_mib']} MiB")
     return 0
 
 
