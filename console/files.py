@@ -146,7 +146,9 @@ def _sentence(model: type[BaseModel], error: ValidationError, document: Document
     if location and location[0] in flags:
         place = "--name" if location[0] == "name" else "the command" if location[0] == "command" else f"--{str(location[0]).split('_')[0]}"
     elif document is not None:
-        place = f"{document.path}:{document.line((*below, *location))}"
+        # What cannot hold together is an error of the whole, and names the key it is about.
+        about = location or tuple(what.partition(":")[0].partition(" ")[0].split("."))
+        place = f"{document.path}:{document.line((*below, *about))}"
     else:
         place = "the job"
     # Where a value may be of two types, pydantic adds the type's name to the location: not a word that anybody wrote.
