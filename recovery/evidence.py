@@ -37,7 +37,7 @@ class Verdict(StrEnum):
     UNKNOWN = "UNKNOWN"
 
 
-Source = Literal["kernel", "dcgm", "log", "exit", "error_file", "ecs"]
+Source = Literal["kernel", "dcgm", "nvml", "node", "log", "exit", "error_file", "ecs"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,455 @@
+"""What an examined node is called, and why: tables of answers, and answers that no agent of ours gives."""
+
+from __future__ import annotations
+
+import copy
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from recovery.catalog import catalog
+from recovery.catalog.dcgm_tables import Advice
+from recovery.catalog.overrides import CatalogOverrides
+from recovery.evidence import Role, Verdict
+from recovery.facts import LONGEST, last_line, text
+from recovery.health import MAX_FINDINGS, Health, read_health, with_diag
+from recovery.nvml import bus_id, short
+from tests.recovery.generated import searched
+from tests.recovery.nodes import FAULTY, NO_NVML, PASS, UNSUPPORTED, WALL, bus, diag, disk, gpu, journal, nvml, probe, sample
+
+HEALTHS = TypeAdapter(Health)
+XID_79 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 79, pid=1234, name=python, GPU has fallen off the bus."
+XID_31 = "[  100.5] NVRM: Xid (PCI:0000:06:00): 31, pid=1234, name=python, Ch 00000008, intr 00000000. MMU Fault"
+NFS = "nfs: server filer01 not responding, timed out"
+
+
+def read(facts: Any, answer: Any = ..., *, gpus: int = 8, level: int = 1, unread: str = "") -> Health:
+    """By default with a diagnosis that has found nothing."""
+    answer = diag() if answer is ... else answer
+    return read_health(facts, answer, expected_gpus=gpus, level=level, catalog=catalog(), unread=unread)
+
+
+def with_gpu(**changes: Any) -> dict[str, Any]:
+    row = {key: value for key, value in gpu(0, **changes).items() if value is not ...}
+    return probe(gpus=nvml(row))
+
+
+def test_a_healthy_node_says_what_was_examined() -> None:
+    health = read(probe())
+    assert (health.verdict, health.because) == (Verdict.HEALTHY, "8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found")
+    assert (health.boot_id, health.busy, health.reboots, health.gpus, health.unread) == ("boot-1", (), (), (), ())
+    assert health.clock == datetime.fromtimestamp(WALL, UTC) and health.working == 8 and health.seen == tuple(map(bus, range(8)))
+
+
+def test_a_node_without_gpus_is_examined_all_the_same() -> None:
+    facts = probe(gpus={"unreadable": "libnvidia-ml.so.1 is not on this node"})
+    health = read(facts, None, gpus=0)
+    assert (health.verdict, health.because) == (Verdict.HEALTHY, "no GPU expected, disk, memory, kernel log: nothing found")
+    assert read(probe(gpus=...), None, gpus=0).verdict is Verdict.HEALTHY
+
+
+def test_gpus_that_the_fleet_file_does_not_name_are_judged_but_need_not_be_read() -> None:
+    broken = probe(gpus=nvml(gpu(0, remapped={"pending": True, "failed": False}), count=1))
+    assert read(broken, None, gpus=0).verdict is Verdict.UNHEALTHY
+    unread = read(probe(gpus=nvml(gpu(0, ecc="?"), count=1)), None, gpus=0)
+    assert unread.verdict is Verdict.HEALTHY and unread.because.startswith("no GPU expected, 1 GPU by NVML, ")
+
+
+UNHEALTHY = {
+    "a GPU is lost": (
+        probe(gpus=nvml({"index": 0, "lost": "GPU_IS_LOST", "bus_id": bus(0)})),
+        "GPU 0000:05:00: is lost: GPU_IS_LOST",
+        (bus(0),),
+    ),
+    "a GPU is lost and nobody knows its address": (
+        probe(gpus=nvml({"index": 0, "lost": None, "bus_id": None})),
+        "GPU 0: is lost: no reason given",
+        (),
+    ),
+    "GPUs are missing": (probe(gpus=nvml(count=6)), "only 6 of 8 GPUs are there", ()),
+    "a row could not be remapped": (
+        with_gpu(remapped={"pending": False, "failed": True}),
+        "GPU 0000:05:00: remapping a row of its memory has failed",
+        (bus(0),),
+    ),
+    "a row waits to be remapped": (
+        with_gpu(remapped={"pending": True, "failed": False}),
+        "GPU 0000:05:00: a row of its memory waits for a reset to be remapped",
+        (bus(0),),
+    ),
+    "a page waits to be retired": (
+        with_gpu(remapped=UNSUPPORTED, retired_pending=True),
+        "GPU 0000:05:00: a page of its memory waits for a reset to be retired",
+        (bus(0),),
+    ),
+    "the driver asks for a reboot": (
+        with_gpu(recovery_action=2),
+        "GPU 0000:05:00: the driver asks for a reboot of the node (recovery action 2)",
+        (bus(0),),
+    ),
+    "the kernel log has Xid 79": (probe(kernel={"lines": [XID_79]}), "Xid 79 on GPU 0000:06:00", (bus(1),)),
+    "the kernel log was read in part": (
+        probe(kernel={"unreadable": "cut", "lines": [XID_79]}),
+        "Xid 79 on GPU 0000:06:00",
+        (bus(1),),
+    ),
+    "the disk of the agent is read-only": (
+        probe(disks=[disk(writable=False, because="Read-only file system")]),
+        "/var/tmp/relaunch cannot be written to: Read-only file system",
+        (),
+    ),
+    "the disk of the agent is full": (probe(disks=[disk(free=4096)]), "/var/tmp/relaunch is full: 4096 bytes free", ()),
+    "the disk of the agent has no inode": (probe(disks=[disk(inodes_free=0)]), "/var/tmp/relaunch is full: no inode is free", ()),
+}
+
+
+@pytest.mark.parametrize("case", UNHEALTHY)
+def test_a_node_is_unhealthy_when(case: str) -> None:
+    facts, because, gpus = UNHEALTHY[case]
+    health = read(facts)
+    assert health.verdict is Verdict.UNHEALTHY
+    assert because in health.because
+    assert health.gpus == gpus
+    assert health.findings[0].role is Role.ROOT
+
+
+def test_dcgm_makes_a_node_unhealthy_and_its_gpu_is_named_by_bus_id() -> None:
+    health = read(probe(), diag(FAULTY, 205), level=2)
+    assert health.verdict is Verdict.UNHEALTHY and health.because.startswith("dcgmi diag -r 2: GPU 6: ")
+    assert health.gpus == (bus(6),)
+
+
+def test_an_override_that_makes_an_error_harmless_is_obeyed() -> None:
+    before = read(probe(), diag(FAULTY, 205), level=2)
+    codes = {int(finding.code.split()[-1]) for finding in before.findings if finding.source == "dcgm" and finding.role is Role.ROOT}
+    mine = catalog(CatalogOverrides.model_validate({"dcgm": {code: {"advice": Advice.HEALTHY} for code in codes}}))
+    after = read_health(probe(), diag(FAULTY, 205), expected_gpus=8, level=2, catalog=mine)
+    assert codes and after.verdict is not Verdict.UNHEALTHY
+
+
+SYMPTOMS = {
+    "uncorrected ECC errors": (
+        with_gpu(ecc={"volatile_uncorrected": 3, "aggregate_uncorrected": 5}),
+        "3 uncorrected ECC errors since the driver was loaded, 5 in its life",
+    ),
+    "a hot GPU": (with_gpu(throttle=0x48), "its clocks are held down by hardware slowdown and hardware thermal slowdown"),
+    "inactive NVLinks": (with_gpu(nvlink_inactive=[3, 4]), "2 of its NVLinks are not active"),
+    "little memory": (probe(memory={"total": 1 << 40, "available": 1 << 30}), "1024 of 1048576 MiB of its memory are available"),
+    "another disk that is full": (probe(disks=[disk(), disk("/", free=0)]), "/ is full: 0 bytes free"),
+    "a file server that does not answer": (probe(kernel={"lines": [NFS]}), "a file server does not answer"),
+    "a page fault that a program made": (probe(kernel={"lines": [XID_31]}), "Xid 31 on GPU 0000:06:00"),
+    "a kernel log that nobody may read": (
+        probe(kernel={"unreadable": "Operation not permitted", "lines": []}),
+        "its kernel log cannot be read: Operation not permitted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SYMPTOMS)
+def test_a_node_is_not_unhealthy_for(case: str) -> None:
+    facts, because = SYMPTOMS[case]
+    health = read(facts)
+    assert health.verdict is Verdict.HEALTHY and ": nothing broken; " in health.because and because in health.because
+    assert health.gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("facts", "role"),
+    [
+        (with_gpu(throttle=0x4), Role.INFORMATION),
+        (with_gpu(throttle=0x1), None),
+        (with_gpu(throttle=0x20 | 0x80), Role.SYMPTOM),
+        (probe(disks=[disk(), disk("/", writable=False, because="Permission denied")]), Role.INFORMATION),
+    ],
+)
+def test_what_is_only_a_setting_is_only_information(facts: dict[str, Any], role: Role | None) -> None:
+    health = read(facts)
+    assert health.verdict is Verdict.HEALTHY
+    assert [finding.role for finding in health.findings] == ([role] if role else [])
+
+
+UNKNOWN = {
+    "the probe had no answer": (None, "n2 does not answer"),
+    "the answer to the probe is none": ("no object", "n2 does not answer"),
+    "NVML does not answer": (probe(gpus=NO_NVML), "GPUs by NVML: NVML did not answer within 10 s"),
+    "the GPUs are not told": (probe(gpus=...), "GPUs by NVML: the node's answer lacks it"),
+    "the GPUs are no list": (probe(gpus={"gpus": 8}), "GPUs by NVML: the node's answer makes no sense there"),
+    "more GPUs than any node has": (probe(gpus=nvml(count=65)), "GPUs by NVML: the node's answer makes no sense there"),
+    "a GPU is no object": (probe(gpus=nvml("gpu")), "GPU 0: the node's answer makes no sense there"),
+    "a GPU has no bus id": (with_gpu(bus_id="?"), "GPU 0: bus id: the node's answer makes no sense there"),
+    "a GPU's errors are not read": (with_gpu(ecc={"unreadable": "UNKNOWN"}), "GPU 0000:05:00: ECC errors: UNKNOWN"),
+    "a GPU's errors are not told": (with_gpu(ecc=...), "GPU 0000:05:00: ECC errors: the node's answer lacks it"),
+    "a GPU's errors are no numbers": (
+        with_gpu(ecc={"volatile_uncorrected": True, "aggregate_uncorrected": 0}),
+        "GPU 0000:05:00: ECC errors: the node's answer makes no sense there",
+    ),
+    "half of a GPU's errors are not told": (
+        with_gpu(ecc={"volatile_uncorrected": 2}),
+        "GPU 0000:05:00: ECC errors: the node's answer lacks it",
+    ),
+    "a GPU's remapped rows are half told": (with_gpu(remapped={"failed": False}), "row remap pending: the node's answer lacks it"),
+    "neither rows nor pages are read": (
+        with_gpu(remapped={"unreadable": ""}),
+        "GPU 0000:05:00: remapped rows: it does not say why",
+    ),
+    "pages are not read where rows are not remapped": (
+        with_gpu(remapped=UNSUPPORTED, retired_pending={"unreadable": "TIMEOUT"}),
+        "GPU 0000:05:00: retired pages: TIMEOUT",
+    ),
+    "the recovery action is not told": (with_gpu(recovery_action=None), "recovery action: the node's answer lacks it"),
+    "the recovery action is not known": (with_gpu(recovery_action=9), "asks for recovery action 9, which is unknown here"),
+    "the boot id is not told": (probe(boot_id=...), "boot id: the node's answer lacks it"),
+    "the boot id is no word": (probe(boot_id="a b"), "boot id: the node's answer makes no sense there"),
+    "the memory is not told": (probe(memory={"total": 0, "available": 0}), "memory: the node's answer makes no sense there"),
+    "the disks are not told": (probe(disks=...), "disks: the node's answer lacks it"),
+    "no disk is told": (probe(disks=[]), "disks: none is listed"),
+    "a disk is no object": (probe(disks=[7]), "disk disk 0 cannot be read"),
+    "a disk's inodes are no number": (probe(disks=[disk(inodes_free="many")]), "disk /var/tmp/relaunch cannot be read"),
+    "a disk that may be written to is not told": (probe(disks=[disk(writable=None)]), "disk /var/tmp/relaunch cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_node_is_unknown_when(case: str) -> None:
+    facts, because = UNKNOWN[case]
+    health = read(facts, unread="n2 does not answer")
+    assert health.verdict is Verdict.UNKNOWN
+    assert because in health.because
+    assert any(because in clause for clause in health.unread)
+
+
+NOT_EXAMINED = {
+    "it was not run": (None, "dcgmi diag was not run"),
+    "it was refused": ({"refused": "busy", "because": "job llama runs here"}, "dcgmi diag was refused (busy): job llama runs here"),
+    "there is no outcome": (diag(outcome=...), "dcgmi diag: the node's answer lacks it"),
+    "there is no dcgmi": (diag(missing="dcgmi is not on this node's PATH"), "dcgmi diag: dcgmi is not on this node's PATH"),
+    "nobody says what is missing": (diag(missing=3), "dcgmi diag: a tool is missing"),
+    "it ran on another boot": (diag(boot_id="boot-2"), "it is not the same boot that was probed and diagnosed"),
+    "it was killed": (diag(exit_code=None), "dcgmi diag did not finish"),
+    "its end is not told": (diag(exit_code=...), "how it ended cannot be read"),
+    "its end is no number": (diag(exit_code=True), "how it ended cannot be read"),
+    "its output is none": (diag(stdout=None), "how it ended cannot be read"),
+    "its output was cut": (diag(cut=True), "the output of dcgmi diag is cut short"),
+    "it printed nothing": (diag(stdout=""), "dcgmi diag printed nothing"),
+    "a setting was wrong": (diag(sample("v4_r1_persistence_mode_fail_8gpu.json"), 226), "dcgmi diag -r 1: "),
+}
+
+
+@pytest.mark.parametrize("case", NOT_EXAMINED)
+def test_a_node_is_not_healthy_by_its_diagnosis_when(case: str) -> None:
+    answer, because = NOT_EXAMINED[case]
+    health = read(probe(), answer)
+    assert health.verdict is Verdict.UNKNOWN
+    assert because in health.because
+
+
+def test_a_diagnosis_that_was_not_asked_for_is_not_missing() -> None:
+    assert read(probe(), None, level=0).verdict is Verdict.HEALTHY
+    assert read(probe(), None, gpus=0, level=2).verdict is Verdict.HEALTHY
+
+
+def test_output_that_was_cut_still_shows_what_is_broken() -> None:
+    assert read(probe(), diag(FAULTY, 205, cut=True), level=2).verdict is Verdict.UNHEALTHY
+
+
+def test_a_diagnosis_added_later_says_the_same_as_both_at_once() -> None:
+    for answer in (diag(FAULTY, 205), diag(PASS), diag(missing="no dcgmi"), {"refused": "busy", "because": "x"}):
+        later = with_diag(read(probe(), None), answer, level=2, catalog=catalog())
+        assert later == read_health(probe(), answer, expected_gpus=8, level=2, catalog=catalog())
+
+
+def test_what_a_gpu_does_not_have_is_not_missing() -> None:
+    nothing = dict.fromkeys(("ecc", "remapped", "retired_pending", "recovery_action"), UNSUPPORTED)
+    assert read(with_gpu(**nothing)).verdict is Verdict.HEALTHY
+    assert read(with_gpu(remapped=UNSUPPORTED, retired_pending=False)).verdict is Verdict.HEALTHY
+    assert read(with_gpu(remapped={"unreadable": "UNKNOWN"}, retired_pending=False)).verdict is Verdict.HEALTHY
+
+
+def test_the_gravest_comes_first_and_the_rest_is_counted() -> None:
+    rows = [gpu(index, remapped={"pending": True, "failed": index == 3}) for index in range(5)]
+    health = read(probe(gpus=nvml(*rows), disks=[disk(free=0)]))
+    assert health.because == (
+        "GPU 0000:08:00: remapping a row of its memory has failed; "
+        "GPU 0000:05:00: a row of its memory waits for a reset to be remapped; 5 more"
+    )
+    assert health.gpus == (bus(3), bus(0), bus(1), bus(2), bus(4))
+
+
+def test_what_is_not_read_is_told_with_the_symptoms() -> None:
+    health = read(with_gpu(ecc={"volatile_uncorrected": 2}))
+    assert health.because.endswith("; GPU 0000:05:00: 2 uncorrected ECC errors since the driver was loaded")
+
+
+BUSY = {
+    "a job": (probe(jobs=[{"namespace": "default", "job": "llama", "submission": 1, "generation": 3}]), ("job llama generation 3",)),
+    "a job that nobody can read": (probe(jobs=[7]), ("job without a name",)),
+    "nobody knows": (probe(jobs=...), ("which jobs run on it cannot be read",)),
+    "a diagnosis": (probe(held={"by": "diagnose", "id": "r7", "since": 3.0}), ("diagnose of r7 holds it",)),
+    "a hold without words": (probe(held={}), ("somebody of no id holds it",)),
+    "a hold that is not told": (probe(held=...), ("who holds it cannot be read",)),
+    "a process on a GPU": (
+        with_gpu(processes=[{"pid": 4242, "used": 1}, "?"]),
+        ("pid 4242 uses GPU 0000:05:00", "a process uses GPU 0000:05:00"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_a_node_is_held_by(case: str) -> None:
+    facts, busy = BUSY[case]
+    health = read(facts)
+    assert health.busy == busy and health.verdict is Verdict.HEALTHY
+
+
+def test_many_who_hold_a_node_are_counted() -> None:
+    health = read(probe(jobs=[{"job": f"j{number}", "generation": 1} for number in range(10)]))
+    assert health.busy[7:] == ("job j7 generation 1", "2 more")
+
+
+def test_whoever_holds_a_node_is_known_by_id() -> None:
+    assert read(probe(held={"by": "reboot", "id": "r7"})).held == "r7"
+    assert read(probe(held="?")).held == ""
+
+
+def test_a_node_that_does_not_answer_is_not_free() -> None:
+    health = read(None)
+    assert health.busy and health.journal_unread and not health.boot_id and health.because == "it did not answer a probe"
+    assert read({"outcome": "refused", "because": "protocol 2"}).because == "protocol 2"
+
+
+def test_reboots_are_told_the_oldest_first() -> None:
+    health = read(probe(reboots=journal((60, "r2"), (7200, "r1"))))
+    assert [(one.id, one.boot_id, one.because) for one in health.reboots] == [("r1", "boot-0", "Xid 79"), ("r2", "boot-0", "Xid 79")]
+    assert read(probe(reboots=[{"at": 5, "boot_id": 7}])).reboots[0].boot_id == ""
+
+
+@pytest.mark.parametrize(
+    "reboots", [..., {}, ["?"], [{"at": "now"}], [{"at": float("nan")}], [{"at": 10**400}], [{"at": True}], [{"at": -1}]]
+)
+def test_a_journal_that_cannot_be_read_is_not_an_empty_one(reboots: Any) -> None:
+    health = read(probe(reboots=reboots))
+    assert health.reboots == () and health.journal_unread.startswith("its journal of reboots: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("5", bus(5)),
+        ("12", None),
+        ("99999", None),
+        ("0000:05:00", bus(0)),
+        ("00000000:05:00.0", bus(0)),
+        ("0000:ff:00", "00000000:FF:00.0"),
+        ("05:00", bus(0)),
+        ("GPU-1", None),
+    ],
+)
+def test_a_gpu_is_found_by_whatever_name(name: str, expected: str | None) -> None:
+    assert bus_id(name, tuple(map(bus, range(8)))) == expected
+
+
+def test_gpus_out_of_order_keep_their_indexes() -> None:
+    health = read(probe(gpus=nvml(gpu(2), {"index": 0, "lost": "gone", "bus_id": None}, count=2)), None, gpus=2)
+    assert health.seen == ("", "", bus(2)) and health.working == 1
+    assert bus_id("0", health.seen) is None and short("?") == "?"
+
+
+def test_texts_are_one_line_that_any_encoder_takes() -> None:
+    assert text("a\nb\ud800 c\t") == "a b? c" and text(3) == ""
+    assert len(text("x" * 10_000)) == LONGEST
+    assert last_line("one\n two \n\n") == "two" and last_line(" \n") == "" and last_line(None) == ""
+
+
+def test_findings_are_at_most_so_many() -> None:
+    lines = [f"[{number}.0] NVRM: Xid (PCI:0000:06:00): {600 + number}, something" for number in range(300)]
+    assert len(read(probe(kernel={"lines": lines})).findings) == MAX_FINDINGS
+
+
+def test_a_kernel_line_may_hold_anything() -> None:
+    line = f"[{'9' * 400}.5] NVRM: Xid (PCI:0000:06:00): 79, pid={'9' * 300}, name=\ud800, gone"
+    health = read(probe(kernel={"lines": [line, 7]}))
+    assert health.verdict is Verdict.UNHEALTHY
+    assert HEALTHS.validate_json(HEALTHS.dump_json(health)) == health
+
+
+# --- whatever a node answers
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["\ud800", 10**400, -1, 2**63, "done"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["unreadable", "lines", "gpus", "at", "id"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([path] if path else []), *(one for key, inner in items for one in paths(inner, (*path, key)))]
+
+
+def changed(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    value = copy.deepcopy(value)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    if junk is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = junk
+    return value
+
+
+SMALL = probe(gpus=nvml(gpu(0, processes=[{"pid": 1, "used": 2}]), count=1), kernel={"lines": [XID_31]}, reboots=journal((5, "r1")))
+NEEDED = {
+    "outcome",
+    "boot_id",
+    "memory",
+    "memory.total",
+    "memory.available",
+    "disks",
+    *(f"disks.{index}.{key}" for index in (0, 1) for key in ("free", "inodes_free", "writable")),
+    "gpus",
+    "gpus.gpus",
+    "gpus.gpus.0",
+    *(f"gpus.gpus.0.{key}" for key in ("bus_id", "ecc", "remapped", "recovery_action")),
+    *(f"gpus.gpus.0.{key}" for key in ("ecc.volatile_uncorrected", "ecc.aggregate_uncorrected", "remapped.pending", "remapped.failed")),
+}
+"""What has to be read before a node is called healthy."""
+
+
+@searched(300)
+@given(st.sampled_from(paths(SMALL)), JUNK | st.just(...))
+def test_whatever_is_wrong_in_an_answer_is_no_error_and_can_be_kept(path: tuple[Any, ...], junk: Any) -> None:
+    health = read(changed(SMALL, path, junk), gpus=1)
+    assert HEALTHS.validate_json(HEALTHS.dump_json(health)) == health
+
+
+@pytest.mark.parametrize("path", paths(SMALL), ids=lambda path: ".".join(map(str, path)))
+@pytest.mark.parametrize("wrong", ["missing", "mistyped"])
+def test_no_node_is_healthy_of_which_something_was_not_read(path: tuple[Any, ...], wrong: str) -> None:
+    health = read(changed(SMALL, path, ... if wrong == "missing" else "?"), gpus=1)
+    name = ".".join(map(str, path))
+    needed = name in NEEDED or (name in {"disks.0", "disks.1"} and wrong == "mistyped")
+    gone = name == "gpus.gpus.0" and wrong == "missing"
+    assert health.verdict is (Verdict.UNHEALTHY if gone else Verdict.UNKNOWN if needed else Verdict.HEALTHY)
+
+
+@searched(200)
+@given(JUNK, JUNK)
+def test_no_answer_at_all_is_ever_healthy(facts: Any, answer: Any) -> None:
+    answer = answer if isinstance(answer, dict) else {}
+    health = read_health(facts, answer, expected_gpus=1, level=1, catalog=catalog())
+    assert health.verdict is Verdict.UNKNOWN
+    broken = read(probe(), diag(**{key: answer.get(key, ...) for key in ("stdout", "outcome")}))
+    assert broken.verdict is not Verdict.HEALTHY
+
+
+def test_an_answer_survives_json() -> None:
+    health = read(json.loads(json.dumps(probe(gpus=nvml(gpu(0, recovery_action=1)), reboots=journal((5, "r1"))))))
+    assert HEALTHS.validate_json(HEALTHS.dump_json(health)) == health

@@ -1,0 +1,249 @@
+"""What no repair does, whatever a node and people answer, in whatever order, and whenever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any, TypeVar
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from recovery.catalog import catalog
+from recovery.evidence import Verdict
+from recovery.policy import Strategy
+from recovery.repair import (
+    Answered,
+    AskPerson,
+    CancelAsked,
+    DeadlinePassed,
+    Diagnose,
+    Diagnosed,
+    Fact,
+    Finish,
+    LookAgain,
+    NoAnswer,
+    OrderDone,
+    OrderRefused,
+    Probe,
+    Probed,
+    Reboot,
+    RepairRules,
+    RepairState,
+    ResetGpus,
+    Slept,
+    Step,
+    begin,
+    learn,
+    next_step,
+)
+from tests.recovery.builders import T0
+from tests.recovery.generated import searched
+from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, gpu, journal, nvml, probe
+
+T = TypeVar("T")
+STATES: TypeAdapter[RepairState] = TypeAdapter(RepairState)
+STEPS: TypeAdapter[Step] = TypeAdapter(Step)
+FACTS: TypeAdapter[Fact] = TypeAdapter(Fact)
+ID = "repair/gpus/n2/1"
+BUSY: tuple[dict[str, Any], ...] = (
+    {"jobs": [{"job": "llama", "generation": 1}]},
+    {"jobs": None},
+    {"held": {"by": "diagnose", "id": "r7"}},
+    {"gpus": nvml(gpu(0, processes=[{"pid": 7}]), count=2)},
+)
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"gpus": NO_NVML},
+    {"gpus": nvml(count=1)},
+    {"gpus": nvml(gpu(0, recovery_action=2), count=2)},
+    {"gpus": nvml(gpu(0, remapped={"pending": True, "failed": False}), count=2)},
+    {"held": {"by": "reboot", "id": ID}},
+    {"boot_id": None},
+    {"outcome": "?"},
+    {"reboots": None},
+    {"reboots": journal((5, ID), boot_id="boot-0")},
+    {"reboots": journal((5, ID), boot_id="boot-1")},
+    {"reboots": journal((5, "r1"))},
+    {"reboots": journal((5, "r1"), (9, "r2"))},
+)
+DIAGNOSED: tuple[dict[str, Any], ...] = (
+    {"exit_code": None},
+    {"stdout": FAULTY, "exit_code": 205},
+    {"missing": "no dcgmi"},
+    {"stdout": ""},
+    {"boot_id": "boot-9"},
+    {"refused": "busy", "because": "pid 7"},
+)
+ORDERED: tuple[Fact, ...] = (
+    OrderDone({"outcome": "done", "exit_code": 0, "boot_id": "boot-1"}),
+    OrderDone({"outcome": "done", "exit_code": 3, "output": "in use"}),
+    OrderDone({}),
+    OrderRefused("boot_changed", "it has", "boot-2"),
+    OrderRefused("boot_changed", "it says", None),
+    OrderRefused("busy", "a job"),
+)
+STRAY: tuple[Fact, ...] = (*ORDERED, Slept(), Answered(True, "eve", ""), DeadlinePassed(), NoAnswer("?"), Diagnosed(diag()))
+
+
+class Choice:
+    """Hundreds of choices by one number."""
+
+    def __init__(self, number: int) -> None:
+        self._random = Random(number)
+
+    def among(self, options: Sequence[T]) -> T:
+        return self._random.choice(options)
+
+    def once_in(self, count: int) -> bool:
+        return self._random.randrange(count) == 0
+
+
+@dataclass
+class Story:
+    """One repair from its beginning to its end, and what an onlooker has seen of it."""
+
+    number: int
+    choice: Choice = field(init=False)
+    state: RepairState = field(init=False)
+    now: datetime = T0
+    boot: int = 1
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The answer to the last probe."""
+    busy: bool = False
+    reboots: bool = True
+    first_boot: str = ""
+    orders: list[Step] = field(default_factory=list)
+    approved: bool = False
+    cancelled: bool = False
+    former: bool = False
+    """The node's journal has told of a reboot that this repair ordered before it was forgotten."""
+    healthy: bool = False
+    """The last examination read after an order, or after a boot that nobody ordered, has found nothing."""
+    moves: int = 0
+
+    def __post_init__(self) -> None:
+        self.choice = Choice(self.number)
+        self.approved, self.reboots = self.choice.once_in(4), not self.choice.once_in(3)
+        self.state = begin(
+            id=ID,
+            fleet="gpus",
+            node="n2",
+            strategy=self.choice.among((Strategy.RESET_GPU, Strategy.REBOOT_NODE)),
+            gpus=self.choice.among(((), (bus(0),), ("0000:06:00", "1"))),
+            because="Xid 79",
+            by="job llama",
+            rules=RepairRules(
+                mode=self.choice.among(("act", "act", "ask", "ask", "observe")),
+                level=self.choice.among((1, 1, 1, 0)),
+                expected_gpus=self.choice.among((2, 2, 2, 0)),
+                examine_within=timedelta(minutes=3),
+                answer_within=timedelta(minutes=self.choice.among((5, 60))),
+                max_reboots=self.choice.among((2, 1)),
+            ),
+            now=T0,
+            approved_by="ada" if self.approved else "",
+        )
+
+    def told(self) -> Finish:
+        while True:
+            self.moves += 1
+            assert self.moves < 2000, "it does not end"
+            step = next_step(self.state, self.now)
+            if isinstance(step, Finish):
+                return step
+            assert self.now < self.state.deadline
+            if isinstance(step, ResetGpus | Reboot):
+                self._may_be_given(step)
+            fact = self._answer(step)
+            self._learn(fact)
+            if self.choice.once_in(25):
+                self._learn(CancelAsked("enough") if self.choice.once_in(4) else self._stray())
+
+    def _stray(self) -> Fact:
+        """An answer that comes late, twice, or to nothing; to an order there is none before it was given."""
+        given = not isinstance(next_step(self.state, self.now), ResetGpus | Reboot)
+        return self.choice.among(STRAY if given else (Slept(), DeadlinePassed(), Answered(True, "eve", ""), Diagnosed(diag())))
+
+    def _learn(self, fact: Fact) -> None:
+        if isinstance(fact, CancelAsked):
+            self.cancelled = True
+        if isinstance(fact, Answered) and fact.approve:
+            self.approved = True
+        self.state = learn(self.state, fact, catalog(), self.now)
+        if self.moves < 30:
+            assert STATES.validate_json(STATES.dump_json(self.state)) == self.state
+            assert FACTS.validate_json(FACTS.dump_json(fact)) == fact
+        assert isinstance(next_step(self.state, self.state.deadline), Finish)
+        assert len(self.state.log) <= 60 and (self.state.health is None or len(self.state.health.findings) <= 16)
+
+    def _may_be_given(self, step: ResetGpus | Reboot) -> None:
+        rules = self.state.rules
+        assert rules.mode == "act" or (rules.mode == "ask" and self.approved)
+        assert not self.cancelled and not self.busy
+        assert step.boot_id == self.facts["boot_id"]
+        if isinstance(step, Reboot):
+            others = [one for one in self.facts["reboots"] if one["id"] != ID]
+            assert len(others) < rules.max_reboots
+        self.orders.append(step)
+        assert len(self.orders) <= 2 and len({order.boot_id for order in self.orders if isinstance(order, ResetGpus | Reboot)}) == 1
+        self.healthy = False
+
+    def _answer(self, step: Step) -> Fact:
+        assert STEPS.validate_json(STEPS.dump_json(step)) == step
+        if isinstance(step, LookAgain):
+            self.now += step.after
+            return Slept()
+        self.now += timedelta(seconds=self.choice.among((0, 0, 1, 20, 90)))
+        if isinstance(step, AskPerson):
+            return self.choice.among((Answered(True, "ada", ""), Answered(True, "", ""), Answered(False, "ada", "no"), DeadlinePassed()))
+        if self.choice.once_in(2 if isinstance(step, ResetGpus | Reboot) else 6):
+            return NoAnswer("no route")
+        if isinstance(step, Probe):
+            return self._probed()
+        if isinstance(step, Diagnose):
+            healthy = not self.choice.once_in(4)
+            self.healthy = healthy
+            return Diagnosed(diag(**{"boot_id": f"boot-{self.boot}", **({} if healthy else self.choice.among(DIAGNOSED))}))
+        return ORDERED[0] if not self.choice.once_in(3) else self.choice.among(ORDERED)
+
+    def _probed(self) -> Probed:
+        if (self.orders and self.choice.once_in(3)) or self.choice.once_in(20):
+            self.boot += 1
+        self.busy = self.choice.once_in(12)
+        odd = self.choice.among(BUSY) if self.busy else self.choice.among(OTHERS) if self.choice.once_in(4) else {}
+        facts = probe(**{"boot_id": f"boot-{self.boot}", "gpus": nvml(count=2), **odd})
+        if facts["boot_id"] is not None and facts["outcome"] == "done":
+            self.facts = facts
+            bad = OTHERS[:4] if self.state.rules.expected_gpus else OTHERS[2:4]
+            self.healthy = odd not in bad
+            self.former |= any(one["id"] == ID for one in facts["reboots"] or ())
+            self.first_boot = self.first_boot or str(facts["boot_id"])
+        return Probed(facts)
+
+
+@searched(200)
+@given(st.integers(0, 2**64))
+def test_no_repair_does_what_it_must_not(number: int) -> None:
+    story = Story(number)
+    end = story.told()
+    state = story.state
+    assert story.now <= state.deadline + timedelta(seconds=90)  # what is under way at the deadline is heard to its end
+    assert end.because and len(end.because) <= 700
+    if end.outcome == "done":
+        assert end.verdict is Verdict.HEALTHY and story.healthy
+        assert story.former or story.facts["boot_id"] != story.first_boot or (story.orders and state.strategy is Strategy.RESET_GPU)
+    else:
+        assert end.verdict is not Verdict.HEALTHY
+    if state.rules.mode == "observe":
+        assert not story.orders
+
+
+def test_the_stories_reach_every_end() -> None:
+    stories = [Story(number) for number in range(600)]
+    ends = {(story.told().outcome, story.state.strategy, len(story.orders)) for story in stories}
+    for strategy in (Strategy.RESET_GPU, Strategy.REBOOT_NODE):
+        assert {("done", strategy, 0), ("done", strategy, 1), ("refused", strategy, 0), ("refused", strategy, 1)} <= ends
+    assert {("ambiguous", Strategy.RESET_GPU, 2), ("done", Strategy.RESET_GPU, 2), ("refused", Strategy.REBOOT_NODE, 2)} <= ends
