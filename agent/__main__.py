@@ -1,17 +1,21 @@
-"""Entry of the agent: `session`, or one command with its order on stdin."""
+"""Entry of the agent: `session`, or one command with its order on stdin. (`nvml` is what the agent calls itself with, to read GPUs.)"""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from agent.children import COMMANDS, write
-from agent.protocol import Refused, line
-from agent.session import Session
-from agent.state import open_state
-
 
 def main(arguments: list[str]) -> int:
+    if arguments == ["nvml"]:
+        from agent import gpus
+
+        return gpus.main()
+    from agent.children import COMMANDS, write
+    from agent.protocol import Refused, line
+    from agent.session import Session
+    from agent.state import open_state
+
     if len(arguments) != 1 or arguments[0] not in ("session", *COMMANDS):
         sys.stderr.write(f"usage: python3 <agent> {'|'.join(['session', *COMMANDS])} < order.json\n")
         return 2

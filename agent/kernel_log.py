@@ -169,12 +169,12 @@ def _read_unmarked(generation: Generation) -> Json:
     return read(since)
 
 
-def read(since: Mark) -> Json:
+def read(since: Mark, most: int = LINES, patience: float = PATIENCE) -> Json:
     """Return the newest lines since then that are evidence, the oldest first, and why there may be others."""
     try:
         if since.handle >= 0 or stat.S_ISCHR(os.stat(since.path).st_mode):
-            return _read_device(since)
-        return _read_file(since)
+            return _read_device(since, most, patience)
+        return _read_file(since, most)
     except OSError as error:
         # EPERM is the kernel's own check; without the right to the device as a file it is EACCES.
         restricted = " (kernel.dmesg_restrict)" if error.errno == errno.EPERM else ""
@@ -182,24 +182,24 @@ def read(since: Mark) -> Json:
         return _unreadable(f"{why}: {since.path}{restricted}")
 
 
-def _read_device(since: Mark) -> Json:
+def _read_device(since: Mark, most: int, patience: float) -> Json:
     if since.handle >= 0:
-        return read_records(since.handle, since.path)
+        return read_records(since.handle, since.path, 0.0, most, patience)
     handle = os.open(since.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        return read_records(handle, since.path, since.uptime)
+        return read_records(handle, since.path, since.uptime, most, patience)
     finally:
         os.close(handle)
 
 
-def read_records(handle: int, path: str, uptime: float = 0.0) -> Json:
+def read_records(handle: int, path: str, uptime: float = 0.0, most: int = LINES, patience: float = PATIENCE) -> Json:
     """Read on to the last record. One is `priority,sequence,microseconds,flags;message`, then lines that we leave out.
 
     Whoever wrote it: those who inject a fault to see what happens write into the device too.
     """
-    found: deque[str] = deque(maxlen=LINES)
+    found: deque[str] = deque(maxlen=most)
     lost = None
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
             record = os.read(handle, RECORD)
@@ -216,11 +216,11 @@ def read_records(handle: int, path: str, uptime: float = 0.0) -> Json:
             if at >= uptime * 1e6:
                 found.append(_text(b"[%5d.%06d] %s" % (at // 1000000, at % 1000000, message)))
     else:
-        lost = f"{path} was not read to its end within {PATIENCE * 1000:g} ms"
+        lost = f"{path} was not read to its end within {patience * 1000:g} ms"
     return {"kernel": list(found), "kernel_unreadable": lost}
 
 
-def _read_file(since: Mark) -> Json:
+def _read_file(since: Mark, most: int) -> Json:
     handle = os.open(since.path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         now = os.fstat(handle)
@@ -232,24 +232,24 @@ def _read_file(since: Mark) -> Json:
         os.close(handle)
     # What stands before the first line's end may be cut.
     first = data.find(b"\n") + 1 if start > begin else 0
-    found = [_text(line) for line in _lines_with_marks(data, first)]
-    part = start > begin and len(found) < LINES
+    found = [_text(line) for line in _lines_with_marks(data, first, most)]
+    part = start > begin and len(found) < most
     lost = f"of {since.path} only the last {TAIL // 1024} KiB were read; more was written since this generation began" if part else None
     return {"kernel": list(found), "kernel_unreadable": lost}
 
 
-def _lines_with_marks(data: bytes, first: int) -> List[bytes]:
+def _lines_with_marks(data: bytes, first: int, most: int) -> List[bytes]:
     """The newest lines that are evidence. One search through all for each mark is ten times as fast as each line for all marks."""
     begins = set()
     for each in _MARKS:
         at = data.rfind(each)
         newest = 0
-        while at >= first and newest < LINES:
+        while at >= first and newest < most:
             begin = data.rfind(b"\n", 0, at) + 1
             begins.add(begin)
             newest += 1
             at = data.rfind(each, 0, max(begin, 0))
-    return [data[begin : begin + LINE].partition(b"\n")[0] for begin in sorted(begins)[-LINES:]]
+    return [data[begin : begin + LINE].partition(b"\n")[0] for begin in sorted(begins)[-most:]]
 
 
 def _text(line: bytes) -> str:

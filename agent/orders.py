@@ -10,10 +10,11 @@ import re
 import secrets
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Union
 
-from agent import keeper, peers, ranks
+from agent import hold, keeper, peers, ranks
 from agent.faults import pass_by
 from agent.loop import parse
 from agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
@@ -23,6 +24,8 @@ from agent.stopping import stop_all
 LOCK_PATIENCE = 120.0
 """Seconds to wait for another command on the same job: longer than any stop with its grace and its proof."""
 MOST_PEERS = 16
+ASKED = 0.2
+"""Seconds: a look at the node takes a keeper's lock for an instant to ask whether it lives, also while a generation is prepared again."""
 
 
 def _refuse_lower(job: JobState, token: Token) -> bool:
@@ -83,13 +86,14 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
                 return dict(known["answer"])
             if generation.started is not None:
                 raise _not_above(token, token.order, "it was launched before, and a generation is launched once")
-        job.reserve(prepared=token.order)
-        pass_by(state, "prepare.reserved")
-        others = [other for other in job.generations() if other.order <= token.order]
-        because = f"generation {token.generation} of submission {token.submission} takes its place"
-        stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], because)
-        pass_by(state, "prepare.stopped")
-        return _make_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
+        with hold.shared(state):
+            job.reserve(prepared=token.order)
+            pass_by(state, "prepare.reserved")
+            others = [other for other in job.generations() if other.order <= token.order]
+            because = f"generation {token.generation} of submission {token.submission} takes its place"
+            stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], because)
+            pass_by(state, "prepare.stopped")
+            return _make_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
 
 
 def _make_keeper(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]) -> Becoming:
@@ -97,7 +101,11 @@ def _make_keeper(job: JobState, generation: Generation, token: Token, given: Jso
     generation.make()
     for old in job.generations()[:-KEPT_GENERATIONS]:
         shutil.rmtree(old.path)
+    deadline = time.monotonic() + ASKED
     lock = try_lock(generation.path / "keeper.lock")
+    while lock is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+        lock = try_lock(generation.path / "keeper.lock")
     if lock is None:
         raise Refused("stuck", f"generation {token.generation} still has a keeper", pids=[])
     listener = peers.listen(given["address"])

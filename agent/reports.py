@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agent import journal, processes
+from agent import hold, journal, processes
 from agent.protocol import VERSION, Fields, Json, Refused, bad
 from agent.state import Generation, JobState, boot_id, read_json
 
@@ -67,7 +67,7 @@ def list_jobs(state: Path, order: Fields) -> Json:
                 "generations": generations,
             }
         )
-    return {"outcome": "done", "boot_id": boot_id(state), "protocol": VERSION, "jobs": jobs}
+    return {"outcome": "done", "boot_id": boot_id(state), "protocol": VERSION, "jobs": jobs, "held": hold.held(state)}
 
 
 def _known(state: Path, order: Fields) -> tuple[Generation, list[int]]:

@@ -19,7 +19,7 @@ from agent.loop import parse, take_line
 from agent.protocol import VERSION, Json, Refused, line
 from agent.state import boot_id
 
-FINISHED_ALWAYS = ("prepare", "start", "stop")
+FINISHED_ALWAYS = ("prepare", "start", "stop", "reset-gpus", "reboot")
 """What is under way is finished although nobody listens any more; the others end."""
 HEALED = 0.2
 """Seconds between looks whether a cut was lifted."""

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import os
 import tempfile
 import zipfile
 from pathlib import Path
 
+_NVML = "pynvml"
+"""NVIDIA's own bindings (package nvidia-ml-py, BSD licence in its head), as one file: the nodes need install nothing."""
 _SOURCE = Path(__file__).resolve().parent.parent / "agent"
 _ENTRY = "import os\nimport sys\n\nfrom agent.__main__ import main\n\nos._exit(main(sys.argv[1:]))\n"
 _WHEN = (1980, 1, 1, 0, 0, 0)
 """The earliest time a zip file knows: the same source is the same file, whenever and wherever it is built."""
 
 
+def _bindings() -> bytes:
+    found = importlib.util.find_spec(_NVML)
+    if found is None or found.origin is None:
+        raise RuntimeError(f"{_NVML} is not installed; expected the package nvidia-ml-py, which is shipped to the nodes")
+    return Path(found.origin).read_bytes()
+
+
 def _contents() -> bytes:
-    files = {"__main__.py": _ENTRY.encode()}
+    files = {"__main__.py": _ENTRY.encode(), f"{_NVML}.py": _bindings()}
     for path in sorted(_SOURCE.rglob("*.py")):
         files[f"agent/{path.relative_to(_SOURCE).as_posix()}"] = path.read_bytes()
     files.setdefault("agent/__init__.py", b"")

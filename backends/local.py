@@ -6,6 +6,7 @@ They share a kernel and a network, so a cut, a freeze or a reboot of one of them
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -15,10 +16,14 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from backends import local_power
 from backends.base import PROTOCOL, Gone, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, WatchStream
+from backends.local_power import processes_of, reboot, signal_all
 from backends.session import ANSWER_WITHIN, LINE_LIMIT, AgentSession
 from recovery.model import Token
 from recovery.spec import FleetNode, FleetSpec
+
+__all__ = ["CUTS", "KERNEL_LOG", "LIBRARIES", "PROGRAMS", "LocalBackend", "cut", "heal", "reboot"]
 
 CUTS = ("controller-in", "controller-out", "peers")
 
@@ -26,6 +31,10 @@ CUTS = ("controller-in", "controller-out", "peers")
 KERNEL_LOG = "kernel.log"
 """In a node's folder: where it is there, the node takes it for its kernel's log. All nodes of one machine have one kernel, and its log
 cannot say which of them it means."""
+
+
+PROGRAMS, LIBRARIES = "bin", "lib"
+"""In a node's folder: where they are there, the node finds its tools (dcgmi, nvidia-smi) and its libnvidia-ml.so.1 in them first."""
 
 
 class LocalBackend:
@@ -56,15 +65,27 @@ class LocalBackend:
         return self._session(node).watch(token, after_seq, heartbeat)
 
     async def list(self, node: str) -> Mapping[str, Any]:
-        if node not in self._sessions and not (self.folder(node) / "jobs").exists() and not (self.folder(node) / "cut").exists():
+        if node not in self._sessions and not any((self.folder(node) / name).exists() for name in ("jobs", "cut", "held.json")):
             # Nothing ever ran there. To start a session only to hear that costs 0.2 s of a core, sixteen times on a new laptop.
-            return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": []}
+            return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": [], "held": None}
         return await self._session(node).list()
 
     async def logs(
         self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
     ) -> Logs | Refused:
         return await self._session(node).logs(token, offsets, max_bytes, wait, tail)
+
+    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        return await self._session(node).probe(within, kernel_since)
+
+    async def diagnose(self, node: str, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
+        return await self._session(node).diagnose(id, level, within)
+
+    async def reset_gpus(self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
+        return await self._session(node).reset_gpus(id, boot_id, gpus, within)
+
+    async def reboot(self, node: str, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
+        return await self._session(node).reboot(id, boot_id, because)
 
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
@@ -82,6 +103,10 @@ class LocalBackend:
         kernel_log = folder / KERNEL_LOG
         if kernel_log.exists():
             environment["RELAUNCH_KERNEL_LOG"] = str(kernel_log)
+        environment["RELAUNCH_REBOOT_COMMAND"] = json.dumps(local_power.command(folder))
+        for own, variable in ((folder / PROGRAMS, "PATH"), (folder / LIBRARIES, "LD_LIBRARY_PATH")):
+            if own.is_dir():
+                environment[variable] = os.pathsep.join(filter(None, (str(own), environment.get(variable))))
         return await asyncio.create_subprocess_exec(
             sys.executable,
             str(self._agent),
@@ -112,46 +137,9 @@ def cut(folder: Path, what: Iterable[str] = CUTS, *, freeze_ranks: bool = False)
     temporary.write_text("\n".join(words) + "\n")
     temporary.rename(folder / "cut")
     if freeze_ranks:
-        _signal_all(_processes(folder, b"RELAUNCH_NODE_STATE"), signal.SIGSTOP)
+        signal_all(processes_of(folder, b"RELAUNCH_NODE_STATE"), signal.SIGSTOP)
 
 
 def heal(folder: Path) -> None:
     (folder / "cut").unlink(missing_ok=True)
-    _signal_all(_processes(folder, b"RELAUNCH_NODE_STATE"), signal.SIGCONT)
-
-
-def reboot(folder: Path) -> None:
-    """Kill every process of the node at once and give it a new boot id. What is on its disk stays."""
-    # All stand still before any dies: a power cut leaves nobody to write down how the others ended.
-    stopped: set[int] = set()
-    while (pids := _processes(folder, b"RELAUNCH_NODE_STATE") | _processes(folder, b"RELAUNCH_AGENT_STATE")) - stopped:
-        _signal_all(pids - stopped, signal.SIGSTOP)
-        stopped |= pids
-    while pids := _processes(folder, b"RELAUNCH_NODE_STATE") | _processes(folder, b"RELAUNCH_AGENT_STATE"):
-        _signal_all(pids, signal.SIGKILL)
-    (folder / "boot_id").write_text(uuid.uuid4().hex + "\n")
-
-
-def _processes(folder: Path, variable: bytes) -> set[int]:
-    """Living processes that carry `variable=<folder>` in their environment."""
-    wanted = variable + b"=" + os.fsencode(folder.resolve())
-    found = set()
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            environment = Path("/proc", entry, "environ").read_bytes()
-            stat = Path("/proc", entry, "stat").read_bytes()
-        except OSError:
-            continue  # it ended meanwhile, or belongs to somebody else
-        if wanted in environment.split(b"\0") and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
-            found.add(int(entry))
-    return found
-
-
-def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+    signal_all(processes_of(folder, b"RELAUNCH_NODE_STATE"), signal.SIGCONT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 from real_node import Node
 
+from backends import local_power
 from backends.artifact import build_agent
+from tests.doubles.install import build_nvml
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +39,20 @@ def make_node(tmp_path: Path, agent: Path) -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
     return make_node()
+
+
+@pytest.fixture(scope="session")
+def nvml_built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A double of libnvidia-ml.so.1, to be installed where a node finds it."""
+    return build_nvml(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def programs(tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the node finds its tools first. It reboots as local nodes do."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "libraries"))
+    monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps(local_power.command(node.state)))
+    return folder

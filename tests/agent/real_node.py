@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agent.state import boot_id
+
 Json = dict[str, Any]
 PATIENCE = 15.0
 """Seconds before a test says that something does not happen: the machine may be busy."""
@@ -63,6 +65,18 @@ def python(code: str) -> list[str]:
 
 def token(generation: int, submission: int = 1, job: str = "j") -> Json:
     return {"namespace": "default", "job": job, "submission": submission, "generation": generation}
+
+
+def refusal(answer: Any) -> str:
+    assert answer is not None
+    assert answer["outcome"] == "refused", answer
+    return str(answer["why"])
+
+
+def done(answer: Any) -> dict[str, Any]:
+    assert answer is not None
+    assert answer["outcome"] == "done", answer
+    return dict(answer)
 
 
 class Stream:
@@ -121,7 +135,8 @@ class Node:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "RELAUNCH_AGENT_STATE": str(self.state)}
+        # No test reboots the machine that it runs on, whatever it orders.
+        return {"RELAUNCH_REBOOT_COMMAND": '["false"]', **os.environ, "RELAUNCH_AGENT_STATE": str(self.state)}
 
     def session(self) -> subprocess.Popen[bytes]:
         if self.process is None:
@@ -216,6 +231,10 @@ class Node:
         jobs = list((self.state / "jobs").iterdir())
         assert len(jobs) == 1
         return jobs[0] / f"{submission}-{generation}"
+
+    def rebooting(self, **more: Any) -> Json:
+        """An order to reboot, decided on the present boot."""
+        return {"id": "r1", "boot_id": boot_id(self.state), "because": "Xid 79 on GPU 0000:05:00", **more}
 
     def to_keeper(self) -> socket.socket:
         """A connection to the keeper of generation 1, as a command has it."""

@@ -1,0 +1,183 @@
+"""Rebooting a real node: once for each boot, written down before, and never the machine that the test runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_node import Node, alive, done, eventually, refusal
+
+from agent import reboots
+from agent.state import boot_id
+from backends import local_power
+from backends.local import LIBRARIES, PROGRAMS, LocalBackend
+from recovery.spec import FleetNode, FleetSpec
+from tests.doubles.install import calls, install_nvml, install_tool
+
+MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@pytest.fixture
+def counted(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """A reboot command that is only counted: the node stays on its boot, as one does whose services stop slowly."""
+    install_tool(programs, "power")
+    monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps([str(programs / "power")]))
+    return lambda: len(calls(programs, "power"))
+
+
+def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_machine(node: Node, programs: Path) -> None:
+    before = boot_id(node.state)
+    session = node.session().pid
+    answer = done(node.order("reboot", **node.rebooting()))
+    assert answer["boot_id"] == before
+    eventually(lambda: boot_id(node.state) != before)
+    eventually(lambda: not alive(session))
+    node.session_broke()
+    assert boot_id(node.state).startswith(MACHINE)
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() == MACHINE
+    probed = done(node.order("probe", within=10.0, kernel_since=None))
+    assert probed["boot_id"] == boot_id(node.state) != before
+    [entry] = probed["reboots"]
+    assert (entry["id"], entry["because"], entry["boot_id"]) == ("r1", "Xid 79 on GPU 0000:05:00", before)
+    assert abs(entry["at"] - time.time()) < 60
+    assert done(node.prepare(1)), "the new boot takes launches"
+    refused = node.order("reboot", **node.rebooting(boot_id=before))
+    assert refused is not None
+    assert (refusal(refused), refused["boot_id"]) == ("boot_changed", boot_id(node.state))
+
+
+def test_a_reboot_killed_between_its_journal_and_its_command_is_carried_out_by_the_same_order(node: Node, programs: Path) -> None:
+    before = boot_id(node.state)
+    node.set_failpoint("reboot.recorded")
+    assert node.order("reboot", **node.rebooting()) is None
+    assert boot_id(node.state) == before
+    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1"]
+    refused = node.prepare(1)
+    assert refused is not None
+    assert (refused["why"], refused["id"]) == ("rebooting", "r1")
+    done(node.order("reboot", **node.rebooting()))
+    eventually(lambda: boot_id(node.state) != before)
+    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1"], "it is one reboot, and counts once"
+    node.session_broke()
+    done(node.prepare(1))
+
+
+def test_a_reboot_that_died_before_its_command_is_in_no_other_repairs_way(node: Node, programs: Path) -> None:
+    before = boot_id(node.state)
+    node.set_failpoint("reboot.recorded")
+    assert node.order("reboot", **node.rebooting()) is None
+    done(node.order("reboot", **node.rebooting(id="r2")))
+    eventually(lambda: boot_id(node.state) != before)
+    assert [entry["id"] for entry in reboots.newest(node.state)] == ["r1", "r2"]
+
+
+def test_two_reboots_ordered_at_once_run_one_command(node: Node, counted: Callable[[], int]) -> None:
+    same = [node.begin("reboot", **node.rebooting()) for _ in range(2)]
+    answers = [stream.next() for stream in same]
+    assert [done(answer)["boot_id"] for answer in answers] == [boot_id(node.state)] * 2
+    assert sorted(bool(answer and answer.get("already")) for answer in answers) == [False, True]
+    other = node.order("reboot", **node.rebooting(id="r2"))
+    assert other is not None
+    assert (refusal(other), other["because"]) == ("held", "this node is being rebooted (reboot, r1)")
+    assert counted() == 1
+    assert len(reboots.newest(node.state)) == 1
+    assert refusal(node.prepare(1)) == "rebooting"
+
+
+def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_again(node: Node, counted: Callable[[], int]) -> None:
+    done(node.order("reboot", **node.rebooting()))
+    record = json.loads((node.state / "rebooting.json").read_text())
+    (node.state / "rebooting.json").write_text(json.dumps({**record, "ran": record["ran"] - 61}))
+    assert "already" not in done(node.order("reboot", **node.rebooting()))
+    assert counted() == 2
+    assert len(reboots.newest(node.state)) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "because"),
+    [
+        ('["false"]', "false ended with 1: "),
+        ('["/no/such/program"]', "/no/such/program cannot be run: No such file or directory"),
+        ('["sh", "-c", "echo Interactive authentication required >&2; exit 4"]', "ended with 4: Interactive authentication required"),
+    ],
+)
+def test_a_reboot_that_fails_leaves_a_node_that_takes_launches_and_does_not_count(
+    node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch, command: str, because: str
+) -> None:
+    monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", command)
+    refused = node.order("reboot", **node.rebooting())
+    assert refused is not None
+    assert refusal(refused) == "cannot_reboot"
+    assert because.strip() in refused["because"]
+    assert reboots.newest(node.state) == []
+    done(node.prepare(1))
+
+
+def test_a_reboot_command_that_is_none_is_said(node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", "systemctl reboot")
+    refused = node.order("reboot", **node.rebooting())
+    assert refused is not None
+    assert refused["because"] == "RELAUNCH_REBOOT_COMMAND is 'systemctl reboot'; expected a JSON list of words"
+
+
+def test_a_reboot_that_cannot_be_written_down_is_not_done(node: Node, counted: Callable[[], int]) -> None:
+    (node.state / "reboots.jsonl").mkdir()
+    refused = node.order("reboot", **node.rebooting())
+    assert refused is not None
+    assert refusal(refused) == "cannot_reboot"
+    assert refused["because"] == "the journal of reboots cannot be written: Is a directory"
+    assert counted() == 0
+    assert done(node.order("probe", within=10.0, kernel_since=None))["reboots"] == []
+
+
+def test_the_journal_goes_on_after_a_torn_line_and_tells_the_newest_twenty(node: Node) -> None:
+    for number in range(25):
+        reboots.record(node.state, f"r{number}", "a test")
+    with open(node.state / "reboots.jsonl", "a") as file:
+        file.write('{"at": 1, "id": "to')
+    reboots.record(node.state, "r25", "after a loss of power")
+    assert [entry["id"] for entry in reboots.newest(node.state)] == [f"r{number}" for number in range(6, 26)]
+
+
+# --- through the backend --------------------------------------------------------------------------------------------------
+
+
+async def test_a_local_node_finds_its_own_tools_and_reboots_alone(tmp_path: Path, agent: Path, nvml_built: Path) -> None:
+    nodes = tuple(FleetNode(name=f"n{number}", address=f"127.0.0.{number}") for number in (1, 2))
+    backend = LocalBackend(FleetSpec(name="lab", backend="local", nodes=nodes), tmp_path, agent)
+    folder = backend.folder("n1")
+    install_tool(folder / PROGRAMS, "dcgmi", stdout="of n1")
+    install_nvml(folder / LIBRARIES, nvml_built)
+    try:
+        first, second = [await backend.probe(name, 20.0, None) for name in ("n1", "n2")]
+        assert len(first["gpus"]["gpus"]) == 2
+        assert second["gpus"] == {"unreadable": "libnvidia-ml.so.1 is not on this node"}
+        diagnosed = await backend.diagnose("n1", "r1", 1, 20.0)
+        assert isinstance(diagnosed, dict)
+        assert diagnosed["stdout"] == "of n1"
+        rebooted = await backend.reboot("n1", "r1", first["boot_id"], "a test")
+        assert isinstance(rebooted, dict)
+        deadline = time.monotonic() + 15
+        while boot_id(folder) == first["boot_id"]:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        assert boot_id(backend.folder("n2")) == second["boot_id"]
+        assert (await backend.probe("n2", 20.0, None))["boot_id"] == second["boot_id"]
+    finally:
+        await backend.close()
+
+
+def test_what_cuts_the_power_is_not_of_the_node_and_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two that are ordered at once stop each other, and the node is left half dead."""
+    started: list[dict[str, Any]] = []
+    monkeypatch.setenv("RELAUNCH_AGENT_STATE", str(tmp_path))
+    monkeypatch.setattr(local_power.subprocess, "Popen", lambda words, **more: started.append(more))
+    local_power._main("order", tmp_path)
+    [given] = started
+    assert not [name for name in given["env"] if name.startswith("RELAUNCH_")]
+    assert given["start_new_session"] is True

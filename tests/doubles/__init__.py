@@ -1,0 +1,1 @@
+"""Doubles of what a GPU node has and this machine has not: dcgmi, nvidia-smi, libnvidia-ml.so.1. They say what they are told to."""
