@@ -42,6 +42,8 @@ class Refused:
     """The agent's word for it; docs/reference/agent-protocol.md has the list."""
     because: str
     highest: tuple[int, int] | None = None
+    boot_id: str | None = None
+    """Where `why` is boot_changed: the present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,35 @@ class Backend(Protocol):
     async def logs(
         self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
     ) -> Logs | Refused: ...
+
+    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        """Ask what there is to know of a machine; changes nothing on it. Answers as docs/reference/agent-protocol.md, `probe`, has them.
+
+        Args:
+            node: Its name.
+            within: Seconds that the node may take.
+            kernel_since: How many seconds back its kernel's log is read; None: all that the kernel has kept.
+        """
+        ...
+
+    async def diagnose(self, node: str, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
+        """Run `dcgmi diag -r LEVEL -j` on a node where nothing uses the GPUs, and hold the node for so long.
+
+        Args:
+            node: Its name.
+            id: Of the repair for which this is done; a person who finds the node held reads it.
+            level: 1 to 3.
+            within: Seconds after which the node kills it.
+        """
+        ...
+
+    async def reset_gpus(self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
+        """Reset GPUs, by bus id, or all of them where none is named, if the node still has this boot id and nothing uses them."""
+        ...
+
+    async def reboot(self, node: str, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
+        """Tell the node to reboot, if it still has this boot id and nothing lives there. Another boot id afterwards is the only proof."""
+        ...
 
     async def close(self) -> None: ...
 

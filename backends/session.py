@@ -37,6 +37,10 @@ ANSWER_WITHIN = 5.0
 SILENT_BEATS = 3
 """Heartbeats that may fail to come before a watch counts as broken."""
 
+ENDING = 0.2
+"""Seconds for a process whose output has ended to end by itself."""
+
+Answers = asyncio.Queue[Mapping[str, Any] | None]
 Connect = Callable[[], Awaitable[asyncio.subprocess.Process]]
 
 
@@ -51,7 +55,8 @@ class AgentSession:
         self._reader: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
         self._ids = itertools.count(1)
-        self._answers: dict[int, asyncio.Queue[Mapping[str, Any] | None]] = {}
+        self._answers: dict[int, Answers] | None = None
+        """Who waits for what on the session that is open; None: none is."""
 
     async def prepare(self, order: PrepareOrder) -> Prepared | Refused:
         body = {key: value for key, value in asdict(order).items() if key != "token"}
@@ -107,6 +112,26 @@ class AgentSession:
         chunks = tuple(LogChunk(int(c["rank"]), int(c["offset"]), int(c["next"]), str(c["data"])) for c in answer["chunks"])
         return Logs(chunks, bool(answer["ended"]))
 
+    async def probe(self, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        answer = await self._call("probe", {"within": within, "kernel_since": kernel_since}, within + self._within)
+        if answer["outcome"] == "refused":
+            raise ProtocolError(self._node, f"probe changes nothing and was refused: {answer.get('because')}")
+        return self._has_boot_id("probe", answer)
+
+    async def diagnose(self, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
+        order = {"id": id, "level": level, "within": within}
+        answer = await self._call("diagnose", order, within + self._within)
+        return self._refused(answer) if answer["outcome"] == "refused" else self._ran("diagnose", answer, "stdout")
+
+    async def reset_gpus(self, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
+        order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
+        answer = await self._call("reset-gpus", order, within + self._within)
+        return self._refused(answer) if answer["outcome"] == "refused" else self._ran("reset-gpus", answer, "output")
+
+    async def reboot(self, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
+        answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "because": because}, 2 * self._within)
+        return self._refused(answer) if answer["outcome"] == "refused" else self._has_boot_id("reboot", answer)
+
     @asynccontextmanager
     async def watch(self, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[AgentWatch]:
         order = {"token": _token(token), "after_seq": after_seq, "heartbeat": heartbeat}
@@ -123,14 +148,13 @@ class AgentSession:
         try:
             await asyncio.wait_for(process.wait(), 2.0)
         except TimeoutError:
-            process.kill()
-            await process.wait()
+            await _end(process)
         if self._reader is not None:
             await self._reader
 
     async def send(self, message: Mapping[str, Any]) -> None:
         process = self._process
-        if process is None or process.stdin is None or process.returncode is not None:
+        if process is None or process.stdin is None or process.returncode is not None or self._answers is None:
             raise Unreachable(self._node, "the session has ended")
         try:
             process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
@@ -138,7 +162,7 @@ class AgentSession:
         except (ConnectionError, RuntimeError) as error:
             raise Unreachable(self._node, f"the session broke: {error}") from error
 
-    async def receive(self, answers: asyncio.Queue[Mapping[str, Any] | None], within: float, doing: str) -> Mapping[str, Any]:
+    async def receive(self, answers: Answers, within: float, doing: str) -> Mapping[str, Any]:
         try:
             # Not `wait_for`: until Python 3.12 it swallows a cancel that comes together with a message.
             async with asyncio.timeout(within):
@@ -165,7 +189,7 @@ class AgentSession:
                 # Its own outcome has been taken above, or does not matter any more.
                 await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _answer(self, answers: asyncio.Queue[Mapping[str, Any] | None], within: float, command: str) -> Mapping[str, Any]:
+    async def _answer(self, answers: Answers, within: float, command: str) -> Mapping[str, Any]:
         last: Mapping[str, Any] | None = None
         while True:
             message = await self.receive(answers, within, command)
@@ -175,31 +199,34 @@ class AgentSession:
                 raise Unreachable(self._node, f"{command} ended without an answer")
             else:
                 break
-        if last.get("outcome") not in ("done", "refused"):
+        if not isinstance(last, Mapping) or last.get("outcome") not in ("done", "refused"):
             raise ProtocolError(self._node, f"{command} answered {str(last)[:200]!r}, expected an outcome")
         if last["outcome"] == "refused" and last.get("why") in ("bad_order", "protocol"):
             raise ProtocolError(self._node, str(last.get("because")))
         return last
 
     @asynccontextmanager
-    async def _command(self, command: str, order: Mapping[str, Any]) -> AsyncIterator[tuple[int, asyncio.Queue[Mapping[str, Any] | None]]]:
+    async def _command(self, command: str, order: Mapping[str, Any]) -> AsyncIterator[tuple[int, Answers]]:
         await self._open()
         id_ = next(self._ids)
-        answers: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
-        self._answers[id_] = answers
+        answers: Answers = asyncio.Queue()
+        waiting = self._answers
+        if waiting is None:
+            raise Unreachable(self._node, f"the session ended before {command}")
+        waiting[id_] = answers
         try:
             await self.send({"id": id_, "command": command, "order": {"protocol": PROTOCOL, **order}})
             yield id_, answers
         finally:
-            self._answers.pop(id_, None)
-            if command == "watch":
+            waiting.pop(id_, None)
+            if command in ("watch", "diagnose"):
                 # A broken session has closed the watch already.
                 with contextlib.suppress(Unreachable):
                     await self.send({"id": id_, "close": True})
 
     async def _open(self) -> None:
         async with self._opening:
-            if self._process is not None and self._process.returncode is None and self._reader is not None and not self._reader.done():
+            if self._process is not None and self._process.returncode is None and self._answers is not None:
                 return
             process = await self._connect()
             assert process.stdout is not None
@@ -208,45 +235,71 @@ class AgentSession:
                     hello = json.loads(await process.stdout.readline())
                 version = hello["session"]["protocol"]
             except (TimeoutError, ValueError, KeyError, TypeError) as error:
-                process.kill()
-                await process.wait()
+                await _end(process)
                 raise Unreachable(self._node, "the agent could not be started") from error
             if version != PROTOCOL:
-                process.kill()
-                await process.wait()
+                await _end(process)
                 raise ProtocolError(self._node, f"the agent speaks protocol {version}, expected {PROTOCOL}")
             self._process = process
-            self._reader = asyncio.create_task(self._read(process), name=f"session {self._node}")
+            waiting: dict[int, Answers] = {}
+            self._answers = waiting
+            self._reader = asyncio.create_task(self._read(process, waiting), name=f"session {self._node}")
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, process: asyncio.subprocess.Process, waiting: dict[int, Answers]) -> None:
         assert process.stdout is not None
         try:
             async for line in process.stdout:
                 message = json.loads(line)
-                if (answers := self._answers.get(message["id"])) is not None:
+                if (answers := waiting.get(message["id"])) is not None:
                     answers.put_nowait(message)
         except asyncio.CancelledError:
-            process.kill()
+            _kill(process)
             raise
         except (ValueError, KeyError, TypeError):
             # A torn line (its writer was killed): what else is on this stream cannot be trusted.
-            process.kill()
+            _kill(process)
         finally:
-            for answers in self._answers.values():
+            # From here on nobody sends an order into it: its process may be gone before that is known of its exit code.
+            if self._answers is waiting:
+                self._answers = None
+            for answers in waiting.values():
                 answers.put_nowait(None)
             await process.wait()
 
+    def _has_boot_id(self, command: str, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(answer.get("boot_id"), str) or not answer["boot_id"]:
+            raise ProtocolError(self._node, f"{command} answered with boot_id {answer.get('boot_id')!r}, expected a text")
+        return answer
+
+    def _ran(self, command: str, answer: Mapping[str, Any], output: str) -> Mapping[str, Any]:
+        """Check the answer to what runs a program of the node: that it is missing there, or how it ended and what it said."""
+        code = answer.get("exit_code", "none")
+        if isinstance(answer.get("missing"), str):
+            return answer
+        if isinstance(code, bool) or not isinstance(code, int | None):
+            raise ProtocolError(self._node, f"{command} answered with exit_code {code!r}, expected a number or null")
+        if not isinstance(answer.get(output), str):
+            raise ProtocolError(self._node, f"{command} answered with {output} {str(answer.get(output))[:200]!r}, expected a text")
+        return answer
+
     def _refused(self, answer: Mapping[str, Any]) -> Refused:
-        highest = answer.get("highest")
-        return Refused(self._node, str(answer["why"]), str(answer["because"]), (int(highest[0]), int(highest[1])) if highest else None)
+        try:
+            highest, boot_id = answer.get("highest"), answer.get("boot_id")
+            return Refused(
+                self._node,
+                str(answer["why"]),
+                str(answer["because"]),
+                (int(highest[0]), int(highest[1])) if highest else None,
+                None if boot_id is None else str(boot_id),
+            )
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ProtocolError(self._node, f"a refusal says {str(answer)[:200]!r}, expected why and because") from error
 
 
 class AgentWatch:
     """One `watch` in a session."""
 
-    def __init__(
-        self, session: AgentSession, id_: int, answers: asyncio.Queue[Mapping[str, Any] | None], first: float, silence: float
-    ) -> None:
+    def __init__(self, session: AgentSession, id_: int, answers: Answers, first: float, silence: float) -> None:
         self._session = session
         self._id = id_
         self._answers = answers
@@ -264,6 +317,21 @@ class AgentWatch:
 
     async def renew(self, stamp: float) -> None:
         await self._session.send({"id": self._id, "send": {"renew": {"stamp": stamp}}})
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    # Its node may have gone down a moment ago, and every process with it.
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ENDING):
+            await process.wait()
+    if process.returncode is None:
+        _kill(process)
+        await process.wait()
 
 
 def _token(token: Token) -> dict[str, Any]:

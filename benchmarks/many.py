@@ -62,7 +62,7 @@ async def work(address: str, jobs: int, state: Path) -> None:
 
     def reboot() -> None:
         for name, backend in backends.items():
-            backend.reboot(f"n{name[1:]}-2")
+            backend.lose_power(f"n{name[1:]}-2")
 
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -2,10 +2,11 @@
 
 from backends.simulated.backend import SimulatedBackend
 from backends.simulated.clock import Clock, ManualClock, RealClock
-from backends.simulated.record import Call, Life, Obeyed
+from backends.simulated.record import Call, Life, Obeyed, Upkeep
 from backends.simulated.script import (
     Chaos,
     Cut,
+    DiagHangs,
     Exit,
     Fault,
     KeeperDies,
@@ -13,8 +14,13 @@ from backends.simulated.script import (
     Prints,
     Progress,
     Reboot,
+    RebootFails,
+    RebootHangs,
     Refuse,
+    ResetFails,
     Script,
+    Sick,
+    Takes,
     error_file,
 )
 
@@ -23,6 +29,7 @@ __all__ = [
     "Chaos",
     "Clock",
     "Cut",
+    "DiagHangs",
     "Exit",
     "Fault",
     "KeeperDies",
@@ -34,8 +41,14 @@ __all__ = [
     "Progress",
     "RealClock",
     "Reboot",
+    "RebootFails",
+    "RebootHangs",
     "Refuse",
+    "ResetFails",
     "Script",
+    "Sick",
     "SimulatedBackend",
+    "Takes",
+    "Upkeep",
     "error_file",
 ]

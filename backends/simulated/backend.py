@@ -24,9 +24,10 @@ from backends.base import (
     Unreachable,
 )
 from backends.simulated.clock import Clock, RealClock, sleep
+from backends.simulated.machine import NoAnswer
 from backends.simulated.network import Simulation, outcome
-from backends.simulated.node import NoAnswer, Node
-from backends.simulated.record import Call, Life, Obeyed
+from backends.simulated.node import Node
+from backends.simulated.record import Call, Life, Obeyed, Upkeep
 from backends.simulated.script import Command, Fault, Script
 from backends.simulated.stream import Stream
 from recovery.model import Token
@@ -73,6 +74,10 @@ class SimulatedBackend:
     def lives(self) -> list[Life]:
         return self._world.record.lives
 
+    @property
+    def upkeep(self) -> list[Upkeep]:
+        return self._world.record.upkeep
+
     # --- what tests do to nodes by hand ---
 
     def cut(self, node: str, *words: str) -> None:
@@ -82,7 +87,8 @@ class SimulatedBackend:
     def heal(self, node: str) -> None:
         self._node(node).heal()
 
-    def reboot(self, node: str, down_for: float = 0.0) -> None:
+    def lose_power(self, node: str, down_for: float = 0.0) -> None:
+        """Let a node reboot that nobody ordered to."""
         self._node(node).reboot(down_for)
 
     async def settled(self) -> None:
@@ -134,6 +140,24 @@ class SimulatedBackend:
             self._streams.discard(stream)
             stream.drop("the watch was left")
 
+    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any]:
+            return await one.machine.probe(within, kernel_since)
+
+        return await self._call(node, "probe", None, kernel_since, ask)
+
+    async def diagnose(self, node: str, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
+        order = {"id": id, "level": level, "within": within}
+        return await self._order(node, "diagnose", None, order, lambda one: one.machine.diagnose(id, level, within))
+
+    async def reset_gpus(self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
+        order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
+        return await self._order(node, "reset-gpus", None, order, lambda one: one.machine.reset_gpus(id, boot_id, gpus, within))
+
+    async def reboot(self, node: str, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
+        order = {"id": id, "boot_id": boot_id, "because": because}
+        return await self._order(node, "reboot", None, order, lambda one: one.machine.reboot(id, boot_id, because))
+
     async def close(self) -> None:
         self._closed = True
         for stream in tuple(self._streams):
@@ -145,7 +169,7 @@ class SimulatedBackend:
         self.node(name)
         return self._world.nodes[name]
 
-    async def _order(self, name: str, command: Command, token: Token, order: object, obey: Obey[T]) -> T:
+    async def _order(self, name: str, command: Command, token: Token | None, order: object, obey: Obey[T]) -> T:
         world = self._world
 
         async def carry_out(node: Node, copy: bool) -> T:

@@ -64,7 +64,7 @@ class Generation:
             if self.node.clock.time() >= self._valid_until:
                 return Refused(self.node.name, "expired", f"prepared more than {self.order.valid_for:g} s ago")
             return Refused(self.node.name, "not_prepared", "it was prepared, but its keeper is gone")
-        refused = self.node.scripted_refusal("start", self.token)
+        refused = self.node.scripted_refusal("start", self.token.generation)
         if refused is not None:
             self.started = refused
             self.leave()
@@ -232,6 +232,8 @@ class Generation:
 
     def _ranks_exit(self, together: list[tuple[Rank, Exit]]) -> None:
         failed = False
+        for kernel in dict.fromkeys(exit.kernel for one, exit in together if one.ended is None):
+            self.node.machine.kernel_says(kernel)
         for one, exit in together:
             if one.ended is None:
                 code = None if exit.signal is not None else exit.exit_code
@@ -242,6 +244,7 @@ class Generation:
 
     def _keeper_dies(self, death: KeeperDies) -> None:
         if self.state in ("running", "stopping"):
+            self.node.machine.kernel_says(death.kernel)
             for rank in self.alive():
                 self._end(self.ranks[rank], "the keeper died")
             self._observe("KeeperDied", because="the keeper was killed", kernel=list(death.kernel), kernel_unreadable=None)

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from backends.base import Refused
 from backends.simulated.clock import Clock, sleep
-from backends.simulated.node import NoAnswer, Node
+from backends.simulated.machine import NoAnswer
+from backends.simulated.node import Node
 from backends.simulated.record import Obeyed, Record
 from backends.simulated.script import Command, Fault, Script
 from recovery.model import Token
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """The second delivery of an order, and how many orders of its job the node obeys first."""
+    """The second delivery of an order, and how many orders of its job, or of repairs, the node obeys first."""
 
     deliver: Callable[[], Awaitable[object]]
     seconds: float
@@ -36,12 +37,13 @@ class Simulation:
         self.record = Record()
         self.nodes: dict[str, Node] = {}
         for number, node in enumerate(spec.nodes):
-            self.nodes[node.name] = Node(node.name, number, clock, self.record, script, self.nodes)
+            self.nodes[node.name] = Node(node.name, number, node.gpus, clock, self.record, script, self.nodes)
         self.tasks: set[asyncio.Task[Any]] = set()
         self._begun = False
         self._messages: dict[str, int] = {}
         self._matched: dict[int, int] = {}
-        self._copies: dict[tuple[str, str, str], list[_Copy]] = {}
+        self._copies: dict[tuple[str, ...], list[_Copy]] = {}
+        self._obeyed: dict[tuple[str, ...], int] = {}
 
     def begin(self) -> None:
         if not self._begun:
@@ -78,21 +80,28 @@ class Simulation:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def copy(self, node: Node, token: Token, fault: Fault, deliver: Callable[[], Awaitable[object]]) -> None:
+    def copy(self, node: Node, token: Token | None, fault: Fault, deliver: Callable[[], Awaitable[object]]) -> None:
         # The order itself is the first of those that the copy waits for.
-        due = node.job(token).obeyed + 1 + fault.after_orders
-        self._copies.setdefault((node.name, token.namespace, token.job), []).append(_Copy(deliver, fault.seconds, due))
+        line = _line(node, token)
+        due = self._obeyed.get(line, 0) + 1 + fault.after_orders
+        self._copies.setdefault(line, []).append(_Copy(deliver, fault.seconds, due))
 
-    def obeyed(self, node: Node, command: Command, token: Token, answer: object, copy: bool) -> None:
-        number, at = self.record.number(), self.clock.wall()
-        self.record.orders.append(Obeyed(number, at, node.name, command, token, outcome(answer), copy))
-        job = node.job(token)
-        job.obeyed += 1
-        waiting = self._copies.get((node.name, token.namespace, token.job))
+    def obeyed(self, node: Node, command: Command, token: Token | None, answer: object, copy: bool) -> None:
+        if token is not None:
+            number, at = self.record.number(), self.clock.wall()
+            self.record.orders.append(Obeyed(number, at, node.name, command, token, outcome(answer), copy))
+        line = _line(node, token)
+        self._obeyed[line] = self._obeyed.get(line, 0) + 1
+        waiting = self._copies.get(line)
         if waiting:
-            for one in [one for one in waiting if one.due <= job.obeyed]:
+            for one in [one for one in waiting if one.due <= self._obeyed[line]]:
                 waiting.remove(one)
                 self.later(one.seconds, one.deliver)
+
+
+def _line(node: Node, token: Token | None) -> tuple[str, ...]:
+    """Return what orders to the node wait for each other: those of one job, and those of repairs."""
+    return (node.name,) if token is None else (node.name, token.namespace, token.job)
 
 
 def outcome(answer: object) -> str:

@@ -24,16 +24,14 @@ from backends.base import (
 )
 from backends.simulated.clock import Clock, wait_for
 from backends.simulated.generation import Generation
+from backends.simulated.machine import Machine, NoAnswer
+from backends.simulated.rank import Rank
 from backends.simulated.record import Record
-from backends.simulated.script import Cut, Reboot, Refuse, Script, When
+from backends.simulated.script import Befalls, Cut, Reboot, Refuse, RepairCommand, Script, Sick, When
 from recovery.model import Token
 
 KEEP = 10
 """Generations of a job that stay on a node."""
-
-
-class NoAnswer(Exception):
-    """Whoever was carrying out the order is gone."""
 
 
 @dataclass(slots=True)
@@ -42,8 +40,6 @@ class Job:
     stopped: Token | None = None
     generations: dict[Token, Generation] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    obeyed: int = 0
-    """Orders answered so far."""
 
 
 def _order(token: Token | None) -> tuple[int, int] | None:
@@ -51,7 +47,7 @@ def _order(token: Token | None) -> tuple[int, int] | None:
 
 
 class Node:
-    def __init__(self, name: str, number: int, clock: Clock, record: Record, script: Script, nodes: Mapping[str, Node]) -> None:
+    def __init__(self, name: str, number: int, gpus: int, clock: Clock, record: Record, script: Script, nodes: Mapping[str, Node]) -> None:
         self.name = name
         self.clock = clock
         self.record = record
@@ -60,6 +56,7 @@ class Node:
         self.cuts: tuple[str, ...] = ()
         self.down = False
         self.boot = 1
+        self.machine = Machine(self, gpus)
         # Each node has been up for another while, so that a stamp given to the wrong node is seen.
         self._booted_at = clock.time() - 1000.0 * (number + 1)
         self._nodes = nodes
@@ -97,7 +94,8 @@ class Node:
 
     def befall(self, when: When, generation: int) -> None:
         """Let happen what the script has for this moment, once a generation."""
-        happenings: tuple[Cut | Reboot, ...] = (
+        happenings: tuple[Befalls, ...] = (
+            *self.script.of(Sick, generation, self.name),
             *self.script.of(Cut, generation, self.name),
             *self.script.of(Reboot, generation, self.name),
         )
@@ -110,7 +108,10 @@ class Node:
                 else:
                     self._suffer(happening)
 
-    def _suffer(self, happening: Cut | Reboot) -> None:
+    def _suffer(self, happening: Befalls) -> None:
+        if isinstance(happening, Sick):
+            self.machine.fall_ill(happening)
+            return
         if isinstance(happening, Reboot):
             self.reboot(happening.down_for)
             return
@@ -128,6 +129,7 @@ class Node:
     def reboot(self, down_for: float = 0.0) -> None:
         self.boot += 1
         self.down = True
+        self.machine.rebooted()
         for job in self.jobs.values():
             for generation in job.generations.values():
                 generation.vanish("the node rebooted")
@@ -139,6 +141,14 @@ class Node:
 
     def _up(self) -> None:
         self.down = False
+
+    def power_off(self) -> None:
+        """Go down and stay so, until somebody reboots it."""
+        self.down = True
+        for job in self.jobs.values():
+            for generation in job.generations.values():
+                generation.vanish("the node went down")
+        self.machine.went_down()
 
     def _notify(self) -> None:
         for job in self.jobs.values():
@@ -167,17 +177,21 @@ class Node:
                 return same.answer
             if same is not None and same.started is not None:
                 return self._not_above(token)
-            job.prepared = token
-            refused = self.scripted_refusal("prepare", token)
-            if refused is None:
-                older = [one for seen, one in job.generations.items() if seen < token]
-                refused = await self._stop(older, order.stop_grace, order.stuck_after, f"{token} was prepared")
-            if refused is not None:
-                return refused
-            for seen in sorted(job.generations)[: max(0, len(job.generations) + 1 - KEEP)]:
-                del job.generations[seen]
-            job.generations[token] = Generation(self, token, order)
-            return job.generations[token].answer
+            async with self.machine.preparing() as refused:
+                return refused or await self._take_up(job, order)
+
+    async def _take_up(self, job: Job, order: PrepareOrder) -> Prepared | Refused:
+        token = job.prepared = order.token
+        refused = self.scripted_refusal("prepare", token.generation)
+        if refused is None:
+            older = [one for seen, one in job.generations.items() if seen < token]
+            refused = await self._stop(older, order.stop_grace, order.stuck_after, f"{token} was prepared")
+        if refused is not None:
+            return refused
+        for seen in sorted(job.generations)[: max(0, len(job.generations) + 1 - KEEP)]:
+            del job.generations[seen]
+        job.generations[token] = Generation(self, token, order)
+        return job.generations[token].answer
 
     async def start(self, order: StartOrder) -> Started | Refused:
         token, job = order.token, self.job(order.token)
@@ -202,7 +216,7 @@ class Node:
         token, job = order.token, self.job(order.token)
         async with job.lock:
             job.stopped = token if job.stopped is None else max(job.stopped, token)
-            refused = self.scripted_refusal("stop", token)
+            refused = self.scripted_refusal("stop", token.generation)
             if refused is None:
                 which = [one for seen, one in job.generations.items() if seen <= token]
                 refused = await self._stop(which, order.stop_grace, order.stuck_after, "an order came")
@@ -235,7 +249,16 @@ class Node:
                 "generations": generations,
             }
             jobs.append({"namespace": namespace, "job": name, **told})
-        return {"outcome": "done", "boot_id": self.boot_id, "protocol": 1, "jobs": jobs}
+        held = None if self.machine.held is None else self.machine.held.told()
+        return {"outcome": "done", "boot_id": self.boot_id, "protocol": 1, "jobs": jobs, "held": held}
+
+    def living(self) -> tuple[Token, ...]:
+        """Return the generations that have ranks here, or may yet start some."""
+        return tuple(token for job in self.jobs.values() for token, one in job.generations.items() if one.state not in ("ended", "gone"))
+
+    def ranks_alive(self) -> tuple[Rank, ...]:
+        generations = [one for job in self.jobs.values() for one in job.generations.values()]
+        return tuple(one.ranks[rank] for one in generations for rank in one.alive())
 
     async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
         generation = self.generation(token)
@@ -292,8 +315,8 @@ class Node:
 
     # --- refusals ---
 
-    def scripted_refusal(self, command: Literal["prepare", "start", "stop"], token: Token) -> Refused | None:
-        for refusal in self.script.of(Refuse, token.generation, self.name):
+    def scripted_refusal(self, command: Literal["prepare", "start", "stop"] | RepairCommand, generation: int) -> Refused | None:
+        for refusal in self.script.of(Refuse, generation, self.name):
             count = self._refused.get(id(refusal), 0)
             if refusal.command == command and count < (math.inf if refusal.times is None else refusal.times):
                 self._refused[id(refusal)] = count + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from backends.simulated.script import Command
+from backends.simulated.script import Command, RepairCommand
 from recovery.model import Token
 
 
@@ -49,16 +49,50 @@ class Life:
     because: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """One moment in the examination and repair of a node, whether or not anybody heard of it.
+
+    An order is refused, or it begins (it holds the node from then on) and ends; a reboot that was ordered comes after its order's end.
+    """
+
+    number: int
+    at: float
+    kind: Literal["refused", "began", "ended", "rebooted"]
+    node: str
+    command: RepairCommand
+    id: str
+    """Of the repair; empty for a reboot that nobody ordered."""
+    boot_id: str
+    """The one that the node has at this moment; for `rebooted` the new one."""
+    because: str = ""
+    """Why it was refused, in the agent's word; how it ended: done, already (this boot was told to end a moment
+    ago, and is not told again), refused:<why>, or lost where the node went down under it."""
+
+
 class Record:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.orders: list[Obeyed] = []
         self.lives: list[Life] = []
+        self.upkeep: list[Upkeep] = []
         self._number = 0
 
     def number(self) -> int:
         self._number += 1
         return self._number
+
+    def keep_up(
+        self,
+        at: float,
+        kind: Literal["refused", "began", "ended", "rebooted"],
+        node: str,
+        command: RepairCommand,
+        id: str,
+        boot_id: str,
+        because: str,
+    ) -> None:
+        self.upkeep.append(Upkeep(self.number(), at, kind, node, command, id, boot_id, because))
 
     def call(self, at: float, node: str, command: Command, token: Token | None, order: object) -> int:
         """Return the place of the call, for `answered`."""

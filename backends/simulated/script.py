@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-Command = Literal["prepare", "start", "stop", "watch", "renew", "list", "logs"]
+Command = Literal["prepare", "start", "stop", "watch", "renew", "list", "logs", "probe", "diagnose", "reset-gpus", "reboot"]
+RepairCommand = Literal["diagnose", "reset-gpus", "reboot"]
+"""Those that hold the whole node and carry the id of a repair instead of a token."""
 When = Literal["first_call", "prepare", "start", "running"]
 """The first call to any node; as that order is on its way to the node (and may be lost by it); as soon as its ranks run."""
 
@@ -72,7 +74,8 @@ class Lingers(_MatchesRank):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(_Matches):
-    command: Literal["prepare", "start", "stop"]
+    command: Literal["prepare", "start", "stop"] | RepairCommand
+    """What carries no token is of no generation: for a repair's order leave `generation` out."""
     why: str
     because: str = "so the script says"
     times: int | None = None
@@ -104,7 +107,71 @@ class KeeperDies(_Matches):
     after: float = 0.0
 
 
-Happening = Exit | Progress | Prints | Lingers | Refuse | Cut | Reboot | KeeperDies
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sick(_Matches):
+    """From this moment on something is wrong with the machine, which a probe and DCGM find; GPUs are named by their index."""
+
+    gpu_lost: int | None = None
+    """Fallen off the bus. `nvidia-smi` cannot reset it, unless `until` says so."""
+    remap_pending: int | None = None
+    """An uncorrectable error whose row is replaced at the next reset."""
+    remap_failed: int | None = None
+    recovery_action: tuple[int, int] | None = None
+    """What the driver asks for, as NVML numbers it, of this GPU; DCGM sees nothing."""
+    dcgm_error: tuple[int, int] | None = None
+    """The error id that `dcgmi diag` finds, at any level, on this GPU; NVML sees nothing."""
+    nvml_unreadable: str | None = None
+    """Why NVML says nothing of any GPU."""
+    disk_read_only: bool = False
+    kernel: tuple[str, ...] = ()
+    """What the kernel says as it begins."""
+    until: Literal["reset", "reboot"] | None = None
+    """A reboot also cures what a reset does; None: nothing cures it."""
+    when: When = "first_call"
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takes(_Matches):
+    """How long the node needs for this; without one, no time at all. A reboot that takes time is down for it, once its answer has left."""
+
+    command: Literal["probe"] | RepairCommand
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagHangs(_Matches):
+    """`dcgmi diag` does not come to an end: the node kills it when its time is over."""
+
+    times: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetFails(_Matches):
+    exit_code: int = 255
+    output: str = "GPU Reset couldn't run because GPU is in use"
+    times: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebootFails(_Matches):
+    """The command that is to reboot the node fails, and the node says so."""
+
+    because: str = "sudo: a password is required"
+    times: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebootHangs(_Matches):
+    """The node obeys, goes down and does not come up again; with `answers` it hangs on the way down and is reached as before."""
+
+    answers: bool = False
+    times: int | None = None
+
+
+Befalls = Cut | Reboot | Sick
+Fails = DiagHangs | ResetFails | RebootFails | RebootHangs
+Happening = Exit | Progress | Prints | Lingers | Refuse | KeeperDies | Takes | Befalls | Fails
 T = TypeVar("T", bound=Happening)
 
 

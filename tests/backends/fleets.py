@@ -7,12 +7,25 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from backends.artifact import build_agent
 from backends.base import Backend
 from backends.local import LocalBackend, cut, heal, reboot
-from backends.simulated import Exit, Prints, Progress, Refuse, Script, SimulatedBackend, error_file
+from backends.simulated import (
+    DiagHangs,
+    Exit,
+    Prints,
+    Progress,
+    Refuse,
+    ResetFails,
+    Script,
+    SimulatedBackend,
+    Takes,
+    error_file,
+)
+from backends.simulated.health import diagnosed
+from backends.simulated.script import Happening
 from recovery.model import Token
 from recovery.spec import FleetSpec
 
@@ -32,6 +45,16 @@ class Does:
 
 
 RUNS = Does()
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the programs for GPUs do on every node, which has one GPU then. Where there are no `Tools`, a node has neither."""
+
+    diag: Literal["passes", "hangs"] = "passes"
+    diag_takes: float = 0.0
+    reset: int = 0
+    """Exit code of `nvidia-smi --gpu-reset`."""
 
 
 class Fleet(Protocol):
@@ -56,21 +79,31 @@ class Fleet(Protocol):
     async def close(self) -> None: ...
 
 
-def spec(kind: str, nodes: int) -> FleetSpec:
-    named = [{"name": f"n{number}", "address": f"127.0.0.{number}"} for number in range(1, nodes + 1)]
+def spec(kind: str, nodes: int, gpus: int = 0) -> FleetSpec:
+    named = [{"name": f"n{number}", "address": f"127.0.0.{number}", "gpus": gpus} for number in range(1, nodes + 1)]
     return FleetSpec.model_validate({"name": "contract", "backend": kind, "nodes": named})
 
 
 class SimulatedFleet:
-    def __init__(self, does: Mapping[int, Does], nodes: int) -> None:
+    def __init__(self, does: Mapping[int, Does], nodes: int, tools: Tools | None = None) -> None:
         self.stamps: dict[tuple[str, Token], float] = {}
-        self.spec = spec("simulated", nodes)
-        self.simulated = SimulatedBackend(self.spec, Script(tuple(self._happenings(does))))
+        self.spec = spec("simulated", nodes, 0 if tools is None else 1)
+        script = Script((*self._happenings(does), *(() if tools is None else self._of_tools(tools))))
+        self.simulated = SimulatedBackend(self.spec, script)
         self.backend: Backend = self.simulated
 
     @staticmethod
-    def _happenings(does: Mapping[int, Does]) -> list[Exit | Prints | Progress | Refuse]:
-        found: list[Exit | Prints | Progress | Refuse] = []
+    def _of_tools(tools: Tools) -> list[Happening]:
+        found: list[Happening] = [Takes(command="diagnose", seconds=tools.diag_takes)]
+        if tools.diag == "hangs":
+            found.append(DiagHangs())
+        if tools.reset:
+            found.append(ResetFails(exit_code=tools.reset))
+        return found
+
+    @staticmethod
+    def _happenings(does: Mapping[int, Does]) -> list[Happening]:
+        found: list[Happening] = []
         for generation, one in does.items():
             if one.prints:
                 found.append(Prints(generation=generation, text=one.prints))
@@ -97,7 +130,7 @@ class SimulatedFleet:
         self.simulated.heal(node)
 
     def reboot(self, node: str) -> None:
-        self.simulated.reboot(node)
+        self.simulated.lose_power(node)
 
     def again(self) -> Backend:
         return SimulatedBackend(self.spec, other=self.simulated)
@@ -107,16 +140,21 @@ class SimulatedFleet:
 
 
 class LocalFleet:
-    def __init__(self, does: Mapping[int, Does], nodes: int, folder: Path, agent: Path, answer_within: float) -> None:
+    def __init__(
+        self, does: Mapping[int, Does], nodes: int, folder: Path, agent: Path, answer_within: float, tools: Tools | None = None
+    ) -> None:
         self.does = does
         self.stamps: dict[tuple[str, Token], float] = {}
-        self.spec = spec("local", nodes)
+        self.spec = spec("local", nodes, 0 if tools is None else 1)
         self.state = folder
         self.agent = agent
         self.answer_within = answer_within
         self.opened: list[LocalBackend] = []
         self.local = self._open()
         self.backend: Backend = self.local
+        if tools is not None:
+            for node in self.spec.nodes:
+                _install(tools, self.local.folder(node.name) / "bin")
 
     def _open(self) -> LocalBackend:
         backend = LocalBackend(self.spec, self.state, self.agent, self.answer_within)
@@ -161,6 +199,18 @@ class LocalFleet:
                 reboot(self.local.folder(node.name))
         for backend in self.opened:
             await backend.close()
+
+
+def _install(tools: Tools, folder: Path) -> None:
+    """Write programs that take the place of NVIDIA's."""
+    folder.mkdir(parents=True)
+    (folder / "passed.json").write_text(diagnosed(1, 1, ())[1])
+    wait = "exec sleep 600" if tools.diag == "hangs" else f"sleep {tools.diag_takes}"
+    said = "All done." if tools.reset == 0 else "GPU Reset couldn't run because GPU is in use"
+    lines = {"dcgmi": f"{wait}\ncat {shlex.quote(str(folder / 'passed.json'))}", "nvidia-smi": f'echo "{said}"\nexit {tools.reset}'}
+    for name, text in lines.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
 
 
 def build(folder: Path) -> Path:

@@ -142,7 +142,7 @@ async def test_a_node_that_a_person_declares_dead_is_replaced_at_once(make_rig: 
         job = await rig.submit(policy({"lease": "600s"}))
         await job.until_phase(Phase.RUNNING, 1)
         rig.backend.cut("n2")
-        rig.backend.reboot("n2", down_for=3600)  # this is what the person saw
+        rig.backend.lose_power("n2", down_for=3600)  # this is what the person saw
         await job.until_phase(Phase.NODE_LOST)
         await job.handle.signal("report", {"node": "n2", "because": "no power", "by": "ada"})
         state = await job.until_phase(Phase.RUNNING, 2)

@@ -1,0 +1,160 @@
+"""A session whose agent answers nonsense, dies or is silent: each is an exception of `backends.base`, and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from backends.base import BackendError, ProtocolError, Refused, Unreachable
+from backends.session import AgentSession
+
+pytestmark = pytest.mark.asyncio
+
+AGENT = """
+import json, sys
+print(json.dumps({"session": {"protocol": 1}}), flush=True)
+answers = json.loads(sys.argv[1])
+for line in sys.stdin:
+    order = json.loads(line)
+    if order["command"] == "die":
+        break
+    if order["command"] in answers:
+        answer = answers[order["command"]]
+        print(json.dumps({"id": order["id"], "line": order["order"] if answer == "echo" else answer}), flush=True)
+        print(json.dumps({"id": order["id"], "ended": True}), flush=True)
+"""
+"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes when it is ordered to `die`."""
+
+Open = Callable[..., AgentSession]
+BOOT = {"outcome": "done", "boot_id": "b1"}
+
+
+@pytest_asyncio.fixture
+async def opened() -> AsyncIterator[Open]:
+    sessions: list[AgentSession] = []
+
+    def made(answers: dict[str, Any], program: str = AGENT, answer_within: float = 5.0) -> AgentSession:
+        async def connect() -> asyncio.subprocess.Process:
+            words = (sys.executable, "-S", "-c", program, json.dumps(answers))
+            return await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+
+        sessions.append(AgentSession("n1", connect, answer_within))
+        return sessions[-1]
+
+    yield made
+    for session in sessions:
+        await session.close()
+
+
+async def ask(session: AgentSession, command: str, within: float = 1.0) -> object:
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "probe": lambda: session.probe(within, 60.0),
+        "diagnose": lambda: session.diagnose("r1", 2, within),
+        "reset-gpus": lambda: session.reset_gpus("r1", "b1", ("00000000:1B:00.0",), within),
+        "reboot": lambda: session.reboot("r1", "b1", "Xid 79"),
+    }
+    return await calls[command]()
+
+
+@pytest.mark.parametrize(
+    ("command", "order"),
+    [
+        ("probe", {"within": 1.0, "kernel_since": 60.0}),
+        ("diagnose", {"id": "r1", "level": 2, "within": 1.0}),
+        ("reset-gpus", {"id": "r1", "boot_id": "b1", "gpus": ["00000000:1B:00.0"], "within": 1.0}),
+        ("reboot", {"id": "r1", "boot_id": "b1", "because": "Xid 79"}),
+    ],
+)
+async def test_an_order_is_sent_as_the_protocol_has_it(opened: Open, command: str, order: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        await ask(opened({command: "echo"}), command)
+    assert str({"protocol": 1, **order}) in refused.value.because  # the echo is no answer, and is named
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "named"),
+    [
+        ("probe", [1], "expected an outcome"),
+        ("probe", {"outcome": "done"}, "boot_id None"),
+        ("probe", {"outcome": "done", "boot_id": 7}, "boot_id 7"),
+        ("probe", {"outcome": "refused", "why": "busy", "because": "no"}, "changes nothing and was refused: no"),
+        ("diagnose", {**BOOT, "stdout": ""}, "exit_code"),
+        ("diagnose", {**BOOT, "exit_code": "0", "stdout": ""}, "exit_code '0'"),
+        ("diagnose", {**BOOT, "exit_code": True, "stdout": ""}, "exit_code True"),
+        ("diagnose", {**BOOT, "exit_code": 0}, "stdout 'None'"),
+        ("diagnose", {"outcome": "refused"}, "expected why and because"),
+        ("reset-gpus", {**BOOT, "exit_code": 0, "output": 1}, "output '1'"),
+        ("reset-gpus", {"outcome": "refused", "why": "protocol", "because": "version 2"}, "version 2"),
+        ("reboot", {"outcome": "done", "boot_id": ""}, "boot_id ''"),
+        ("reboot", {"outcome": "refused", "why": "held", "because": "x", "highest": 3}, "expected why and because"),
+    ],
+)
+async def test_an_answer_that_makes_no_sense_is_said_to(opened: Open, command: str, answer: Any, named: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        await ask(opened({command: answer}), command)
+    assert named in refused.value.because
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("probe", BOOT),
+        ("diagnose", {**BOOT, "exit_code": None, "stdout": ""}),
+        ("diagnose", {**BOOT, "missing": "dcgmi is not on this node's PATH"}),
+        ("reset-gpus", {**BOOT, "exit_code": 0, "output": "All done."}),
+        ("reboot", {**BOOT, "already": True}),
+    ],
+)
+async def test_an_answer_that_makes_sense_is_passed_on_whole(opened: Open, command: str, answer: dict[str, Any]) -> None:
+    assert await ask(opened({command: answer}), command) == answer
+
+
+async def test_a_refusal_carries_the_present_boot_id(opened: Open) -> None:
+    answer = {"outcome": "refused", "why": "boot_changed", "because": "this node runs boot b2", "boot_id": "b2"}
+    assert await ask(opened({"reboot": answer}), "reboot") == Refused("n1", "boot_changed", "this node runs boot b2", boot_id="b2")
+
+
+async def test_a_long_diagnosis_is_broken_off_when_the_node_answers_nothing_at_all(opened: Open) -> None:
+    session = opened({}, answer_within=0.5)
+    began = time.monotonic()
+    with pytest.raises(Unreachable):
+        await ask(session, "diagnose", within=900.0)
+    assert time.monotonic() - began < 10.0
+
+
+async def test_a_long_diagnosis_is_waited_for_while_the_node_answers_anything(opened: Open) -> None:
+    session = opened({"list": {"outcome": "done", "jobs": []}}, answer_within=0.5)
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match=r"no answer to diagnose within 1\.5 s"):
+        await ask(session, "diagnose", within=1.0)
+    assert time.monotonic() - began >= 1.5
+
+
+async def test_an_order_that_comes_as_the_session_dies_does_not_wait_for_an_answer(opened: Open) -> None:
+    session = opened({"probe": BOOT})
+    await ask(session, "probe")
+    for _ in range(20):
+        await session.send({"id": 0, "command": "die", "order": {}})
+        began = time.monotonic()
+        while time.monotonic() - began < 4.0:  # whatever moment of its end an order meets
+            try:
+                await ask(session, "probe", within=900.0)
+            except BackendError:
+                continue
+            else:
+                break
+        assert time.monotonic() - began < 4.0
+
+
+async def test_an_agent_that_dies_before_it_greets_is_unreachable(opened: Open) -> None:
+    session = opened({}, program="raise SystemExit(1)")
+    for _ in range(5):
+        with pytest.raises(Unreachable, match="could not be started"):
+            await ask(session, "probe")
