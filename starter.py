@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from temporalio.client import Client
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
-nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What people say about nodes.")
+nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes: look at them, repair them, vouch for them.")
 policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Policies: what is tried after a fault, and how often.")
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(policy_app, name="policy")
@@ -253,6 +253,76 @@ def declare_dead(node: Annotated[str, typer.Argument(metavar="NODE")], because: 
 
     told = with_client(lambda client, _: jobs.declare_dead(client, node, because))
     print(f"node {node} is dead: told {', '.join(told)}")
+
+
+Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
+Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
+
+
+@nodes_app.command("list")
+def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
+    """Look at every node of a fleet: who uses it, how it is by NVML and its kernel, what was done to it."""
+    print_checked(fleet, (), 0, as_json)
+
+
+@nodes_app.command("check")
+def nodes_check(
+    nodes: Annotated[list[str], typer.Argument(metavar="NODE...")], fleet: Fleet = "default", level: Level = 2, as_json: Json = False
+) -> None:
+    """Examine nodes as a job would have it done after a fault. DCGM runs only where no rank does. Exit code 1 unless all are healthy."""
+    if not print_checked(fleet, tuple(nodes), level, as_json):
+        raise typer.Exit(1)
+
+
+def print_checked(fleet: str, names: tuple[str, ...], level: int, as_json: bool) -> bool:
+    from console import nodes
+
+    found = with_client(lambda client, s: nodes.check(client, s.task_queue, fleet, names, level))
+    rows = [nodes.row(one) for one in found]
+    if as_json:
+        print_json(rows)
+    else:
+        nodes.print_nodes(rows, datetime.now(UTC))
+    return all(one["health"] == "HEALTHY" for one in rows)
+
+
+@nodes_app.command("repair")
+def nodes_repair(
+    node: Annotated[str, typer.Argument(metavar="NODE")],
+    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
+    reboot: Annotated[bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")] = False,
+    reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
+    gpu: Annotated[list[str] | None, typer.Option(metavar="BUS_ID", help="Only this GPU.")] = None,
+    fleet: Fleet = "default",
+    level: Level = 2,
+) -> None:
+    """Reset the GPUs of a node, or reboot it, and examine it afterwards. Refused where ranks run. Exit code 1 unless it is healthy then."""
+    from console import nodes
+    from recovery.policy import Strategy
+
+    if reboot == reset_gpus:
+        raise Mistake("what to do is missing, expected one of --reboot and --reset-gpus")
+    strategy = Strategy.REBOOT_NODE if reboot else Strategy.RESET_GPU
+    say(f"{strategy} of {node}: see {nodes.repair_id(fleet, node)} in the web UI")
+    ended = with_client(lambda client, s: nodes.repair(client, s.task_queue, fleet, node, strategy, gpu or (), because, level))
+    print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.because}")
+    if ended.outcome != "done":
+        raise typer.Exit(1)
+
+
+@app.command()
+def answer(
+    job: Job,
+    decision: Annotated[str, typer.Argument(metavar="approve|deny")],
+    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
+) -> None:
+    """Approve or deny the repair that a job waits for."""
+    from console import nodes
+
+    if decision not in ("approve", "deny"):
+        raise Mistake(f"{decision!r} is no answer, expected approve or deny")
+    told = with_client(lambda client, _: nodes.answer(client, job, decision, because))
+    print(f"{decision}: told the repair of {', '.join(told)}")
 
 
 @policy_app.command("presets")

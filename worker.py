@@ -23,6 +23,7 @@ from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
 from activities.job import JobActivities
 from activities.logs import LogActivities
+from activities.node import NodeActivities
 from activities.records import RecordActivities
 from activities.watch import WatchActivities
 from backends.artifact import build_agent
@@ -32,6 +33,7 @@ from connection import connect, ensure_namespace
 from console.files import read_fleet
 from recovery.spec import FleetSpec
 from settings import Mistake, Settings, describe_settings, read_settings
+from workflows.node_repair import NodeRepair
 from workflows.training_job import TrainingJob
 
 OTHER_ACTIVITIES = 50
@@ -80,17 +82,22 @@ def make_fleets(settings: Settings) -> WorkerFleets:
 
 def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Worker:
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
+    nodes = NodeActivities(fleets)
     records, logs = RecordActivities(settings.state / "archive"), LogActivities(fleets, settings.state / "archive")
     return Worker(
         client,
         task_queue=settings.task_queue,
-        workflows=[TrainingJob],
+        workflows=[TrainingJob, NodeRepair],
         activities=[
             jobs.acquire_nodes,
             jobs.launch_ranks,
             jobs.stop_ranks,
             watch.watch_ranks,
             records.archive_incidents,
+            nodes.examine_nodes,
+            nodes.check_nodes,
+            nodes.read_terms,
+            nodes.order_repair,
             logs.read_logs,
             logs.read_incidents,
         ],

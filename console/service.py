@@ -115,7 +115,8 @@ def write_local_fleet(state: Path, nodes: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "default.yaml"
     lines = [f"  - {{name: local-{n}, address: 127.77.{(n - 1) // 250}.{(n - 1) % 250 + 1}}}" for n in range(1, nodes + 1)]
-    head = ("# Written by starter.py: nodes on this machine.", "name: default", "backend: local", "nodes:")
+    acts = "repairs: act  # a reboot of such a node ends its processes, and nothing else"
+    head = ("# Written by starter.py: nodes on this machine.", "name: default", "backend: local", acts, "nodes:")
     path.write_text("\n".join((*head, *lines)) + "\n")
     return path
 

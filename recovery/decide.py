@@ -29,6 +29,7 @@ from recovery.events import (
     RanksHung,
     RanksStopped,
     RanksSucceeded,
+    RepairAsks,
     RepairEnded,
     RetryRequested,
     StepReached,
@@ -113,7 +114,7 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
         case NodeDeclaredDead():
             return _on_declared_dead(job, event, now)
-        case ProgressSeen() | RanksFound() | RanksStopped() | PolicyChanged() | IncidentsArchived() | MessageRejected():
+        case ProgressSeen() | RanksFound() | RanksStopped() | RepairAsks() | PolicyChanged() | IncidentsArchived() | MessageRejected():
             return Ignore(f"{event.kind} asks for nothing")
         case _:
             assert_never(event)

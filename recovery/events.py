@@ -258,6 +258,16 @@ class RepairEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RepairAsks:
+    """A repair that the job waits for waits for a person."""
+
+    node: str
+    question: str
+    until: datetime | None = None
+    kind: Literal["RepairAsks"] = "RepairAsks"
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlinePassed:
     """The declared end of a wait (`Wait.until`)."""
 
@@ -333,6 +343,7 @@ Event = Annotated[
     | RanksStopped
     | NodesExamined
     | RepairEnded
+    | RepairAsks
     | DeadlinePassed
     | CancelRequested
     | RetryRequested

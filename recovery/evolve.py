@@ -30,6 +30,7 @@ from recovery.events import (
     RanksHung,
     RanksStopped,
     RanksSucceeded,
+    RepairAsks,
     RepairEnded,
     StepReached,
 )
@@ -90,6 +91,8 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.because}")
         case DeadlinePassed() if job.phase is Phase.REPAIRING:
             return _repair_failed(job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}")
+        case RepairAsks() if job.phase is Phase.REPAIRING:
+            return replace(job, next=Next(event.question, event.until))
         case LaunchFailed():
             return _absorb_failed_launch(job, event, now)
         case FaultObserved() | RanksHung() | LaunchRefused():

@@ -131,7 +131,8 @@ def _told(recovering: Recovering) -> Diagnosis:
     shown = next(iter(unhealthy or tuple(one for one in examined if one.verdict is Verdict.UNKNOWN) or examined), None)
     if shown is None:
         return fault
-    because = f"{fault.because}; {shown.node} examined: {shown.verdict}, {shown.because}"
+    clause = f"{shown.node} examined: {shown.verdict}, {shown.because}"
+    because = fault.because if clause in fault.because else f"{fault.because}; {clause}"
     if not unhealthy:
         return replace(fault, because=because)
     nodes = tuple(one.node for one in unhealthy)

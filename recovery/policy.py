@@ -174,6 +174,9 @@ class Policy(Strict):
     causes: dict[Cause, tuple[Rung, ...]]
     catalog: CatalogOverrides = NO_OVERRIDES
     """Rows laid over what relaunch knows about fault codes and log lines."""
+    dcgm_level: int = Field(default=2, ge=0, le=3)
+    """`dcgmi diag -r N` of an examination of a node with GPUs: 1 looks at the software (10 s), 2 also at memory and PCIe (2 min), 3 also
+    at the GPU under load (up to 30 min). 0: without, and what NVML says is enough to call a node healthy."""
     hang: HangLimits = HangLimits()
     timeouts: Timeouts = Timeouts()
     strict_lease: bool = False

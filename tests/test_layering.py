@@ -60,12 +60,25 @@ ALLOWED = [
     ("recovery", ("recovery",)),
     ("agent", ("agent",)),
     ("backends", ("backends", "recovery")),
-    # log_messages: what the command line, which must not load activities, and the activity that reads logs say to each other.
-    ("activities", ("activities", "recovery", "backends", "backends.base", "workflows", "workflows.log_messages")),
+    # log_messages, node_messages: what the command line, which must not load activities, and activities say to each other.
+    (
+        "activities",
+        ("activities", "recovery", "backends", "backends.base", "workflows", "workflows.log_messages", "workflows.node_messages"),
+    ),
     ("workflows", ("workflows", "activities", "recovery", "backends", "backends.base")),
     (
         "console",
-        ("console", "workflows", "workflows.messages", "workflows.log_messages", "recovery", "settings", "connection", "warm_client"),
+        (
+            "console",
+            "workflows",
+            "workflows.messages",
+            "workflows.log_messages",
+            "workflows.node_messages",
+            "recovery",
+            "settings",
+            "connection",
+            "warm_client",
+        ),
     ),
     (
         "starter",
@@ -75,6 +88,7 @@ ALLOWED = [
             "workflows",
             "workflows.messages",
             "workflows.log_messages",
+            "workflows.node_messages",
             "recovery",
             "settings",
             "connection",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from recovery.events import CancelRequested, Event, MessageRejected, NodeDeclaredDead, RetryRequested
+from recovery.catalog.overrides import NO_OVERRIDES, CatalogOverrides
+from recovery.events import CancelRequested, Event, MessageRejected, NodeDeclaredDead, RepairAsks, RetryRequested
+from recovery.evidence import Verdict
 from recovery.model import Incident, JobState, Phase
-from recovery.policy import Policy, resolve
+from recovery.policy import Policy, Strategy, resolve
 from recovery.spec import JobSpec, Name, Strict
 
 TASK_QUEUE = "relaunch"
 WORKFLOW_ID_PREFIX = "job/"
+REPAIR_ID_PREFIX = "repair/"
+"""And then fleet/node: two repairs of one node would have one id, and the server takes only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,46 @@ class JobResult:
     """`retry` of a closed job starts from it."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeRepairInput:
+    fleet: str
+    node: str
+    strategy: Strategy
+    """RESET_GPU or REBOOT_NODE."""
+    because: str
+    by: str
+    deadline: datetime
+    gpus: tuple[str, ...] = ()
+    """By bus id; empty: all of the node."""
+    job: str = ""
+    """Which waits for it; empty: a person ordered it."""
+    approved_by: str = ""
+    """Who has approved it already, where the fleet's repairs are to be asked for."""
+    level: int = 2
+    catalog: CatalogOverrides = NO_OVERRIDES
+    answer_within: timedelta = timedelta(hours=24)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRepairResult:
+    node: str
+    outcome: Literal["done", "refused", "ambiguous"]
+    because: str
+    verdict: Verdict = Verdict.UNKNOWN
+
+
+class AnswerMessage(Strict):
+    decision: Literal["", "approve", "deny"] = ""
+    because: str = ""
+    by: str = ""
+
+
+class RepairAsksMessage(Strict):
+    node: str = ""
+    question: str = ""
+    until: datetime | None = None
+
+
 class CancelMessage(Strict):
     because: str = ""
     by: str = ""
@@ -95,6 +139,11 @@ def cancel_event(raw: Any) -> Event:
 def retry_event(raw: Any) -> Event:
     message = RetryMessage.model_validate(raw)
     return RetryRequested(message.because, message.by, message.avoid_nodes, message.renew_budgets)
+
+
+def repair_asks_event(raw: Any) -> Event:
+    message = RepairAsksMessage.model_validate(raw)
+    return RepairAsks(message.node, message.question, message.until)
 
 
 def report_event(raw: Any) -> Event:

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError, ApplicationError
-from temporalio.workflow import ActivityCancellationType
+from temporalio.exceptions import ActivityError, ApplicationError, ChildWorkflowError, WorkflowAlreadyStartedError, is_cancelled_exception
+from temporalio.workflow import ActivityCancellationType, ChildWorkflowCancellationType, ParentClosePolicy
 
 with workflow.unsafe.imports_passed_through():
     from activities.gang import WatchRanksInput, WatchReport
@@ -22,12 +22,15 @@ with workflow.unsafe.imports_passed_through():
         PreparedNode,
         gang_of,
     )
+    from activities.node import NodeActivities
     from activities.records import ArchiveIncidentsInput, RecordActivities
     from activities.stopping import StopRanksInput
     from activities.watch import WatchActivities, beat_interval
-    from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, RanksStopped
+    from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, NodesExamined, RanksStopped, RepairEnded
     from recovery.fencing import fences
-    from recovery.model import Incident, JobState, Relaunch, Slot, Token
+    from recovery.model import Examine, Incident, JobState, Relaunch, Repair, Slot, Token
+    from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
+    from workflows.node_messages import ExamineNodesInput
 
 SHARD = 256
 """Nodes that one watch or launch activity serves. One activity per node would be thousands of events a generation."""
@@ -38,6 +41,8 @@ KEEP_TRYING = RetryPolicy(initial_interval=timedelta(milliseconds=200), backoff_
 """For activities that change nothing when repeated. They end by an answer, never by a number of attempts."""
 REATTACH = RetryPolicy(initial_interval=timedelta(milliseconds=100), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=5))
 """For watches: a new one re-attaches, so a retry spends nothing."""
+REPAIR_MARGIN = timedelta(seconds=15)
+"""Between the end of a repair and of the wait for it."""
 FOR_EVER = timedelta(days=3650)
 """For activities whose end is an event in the world; the server wants a number."""
 DETACH = ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
@@ -188,6 +193,72 @@ async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], sum
         summary=f"{summary} on {_names(nodes)}{unreachable}",
     )
     return RanksStopped(job.generation, stopped.nodes, stopped.at, stopped.fenced)
+
+
+async def examine(job: JobState, decision: Examine) -> NodesExamined:
+    """Have the suspects examined, which hold no rank any more. The node's kernel log counts from when this generation was launched."""
+    level, within = job.policy.dcgm_level, job.policy.timeouts.examination
+    examined = await workflow.execute_activity_method(
+        NodeActivities.examine_nodes,
+        ExamineNodesInput(
+            fleet=job.spec.fleet,
+            nodes=decision.nodes,
+            id=f"{job.name}/{job.generation}",
+            level=level,
+            within=within,
+            kernel_since=workflow.now() - job.launched_at if job.launched_at else None,
+            catalog=job.policy.catalog,
+        ),
+        start_to_close_timeout=within,
+        heartbeat_timeout=BEAT,
+        retry_policy=KEEP_TRYING,
+        cancellation_type=DETACH,
+        summary=f"examine {_names(decision.nodes)}" + (f" (dcgmi diag -r {level} where there are GPUs)" if level else ""),
+    )
+    return NodesExamined(job.generation, examined)
+
+
+async def repair(job: JobState, decision: Repair) -> RepairEnded:
+    """Have every suspect repaired, each by a workflow of its own, whose id says which node it is: there is never a second one."""
+    ended = await asyncio.gather(*(_repair_one(job, decision, node) for node in decision.nodes))
+    worst = next((one for one in ended if one.outcome != "done"), None)
+    because = worst.because if worst else "; ".join(one.because for one in ended[:4])
+    return RepairEnded(job.generation, decision.strategy, decision.nodes, worst.outcome if worst else "done", because)
+
+
+async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairResult:
+    id_ = f"{REPAIR_ID_PREFIX}{job.spec.fleet}/{node}"
+    try:
+        ended: NodeRepairResult = await workflow.execute_child_workflow(
+            "NodeRepair",
+            NodeRepairInput(
+                fleet=job.spec.fleet,
+                node=node,
+                strategy=decision.strategy,
+                gpus=decision.gpus if node == decision.nodes[0] else (),
+                because=decision.fault.because,
+                by=f"job {job.name}",
+                job=job.name,
+                level=job.policy.dcgm_level,
+                catalog=job.policy.catalog,
+                # It ends, and tells how, before this job stops waiting for it.
+                deadline=decision.until - REPAIR_MARGIN,
+                answer_within=job.policy.timeouts.answer_within,
+            ),
+            id=id_,
+            result_type=NodeRepairResult,
+            # A repair that has begun is brought to its end, whatever becomes of the job.
+            parent_close_policy=ParentClosePolicy.ABANDON,
+            cancellation_type=ChildWorkflowCancellationType.TRY_CANCEL,
+            static_summary=f"{decision.strategy} of {node} for job {job.name}",
+        )
+        return ended
+    except WorkflowAlreadyStartedError:
+        return NodeRepairResult(node, "refused", f"another repair of {node} is under way ({id_})")
+    except ChildWorkflowError as error:
+        if is_cancelled_exception(error):
+            raise
+        return NodeRepairResult(node, "ambiguous", f"the repair of {node} was ended from outside: {error.cause or error}")
 
 
 async def archive(job: JobState, incidents: tuple[Incident, ...]) -> None:

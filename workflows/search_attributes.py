@@ -9,6 +9,7 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
 from recovery.ladder import used_budgets
 from recovery.model import JobState, Phase
+from recovery.repair_state import AskPerson, Finish, RepairState, Step
 from recovery.spec import duration
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
@@ -107,6 +108,26 @@ def current_details(job: JobState, now: datetime) -> str:
             '- `force_retry` `{"because": "…", "avoid_nodes": ["n2"], "renew_budgets": false}` launches a new generation now',
             '- `report` `{"node": "n2", "declared": "dead", "because": "…"}` you vouch that nothing runs on n2 any more',
         ]
+    text = "\n".join(lines)
+    return text if len(text.encode()) <= DETAILS_LIMIT else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
+
+
+def repair_details(repair: RepairState, step: Step) -> str:
+    """The page of a repair: what is done to which node, for whom, and what was found so far. Markdown."""
+    doing = f"{step.outcome}: {step.because}" if isinstance(step, Finish) else step.because
+    lines = [f"## {repair.strategy} of {repair.node}", "", f"**Why** {repair.because} (ordered by {repair.by})", "", f"**Now** {doing}", ""]
+    if not isinstance(step, Finish):
+        lines += [f"**Ends** by itself at {_clock(repair.deadline)}", ""]
+    if repair.boot_id:
+        lines += [f"**Boot** decided on boot id `{repair.boot_id}`: the node refuses what was decided on another", ""]
+    if repair.health is not None:
+        lines += [f"**Last examination** {repair.health.verdict}: {repair.health.because}", ""]
+        lines += [f"- {finding.code}: {finding.because}" for finding in repair.health.findings[:16]]
+    if repair.log:
+        lines += ["", "### Steps", "", *(f"- {_clock(one.at)} **{one.what}** {one.because}" for one in repair.log), ""]
+    if isinstance(step, AskPerson):
+        answer = '`{"decision": "approve", "because": "…", "by": "you"}`'
+        lines += ["### It waits for you", "", f"Send the update `answer` from this page, {answer} or `deny`."]
     text = "\n".join(lines)
     return text if len(text.encode()) <= DETAILS_LIMIT else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
 

@@ -27,17 +27,14 @@ with workflow.unsafe.imports_passed_through():
         MessageRejected,
         NodeDeclaredDead,
         NodesAcquired,
-        NodesExamined,
         NodesMissing,
         PolicyChanged,
         RanksFound,
         RanksSucceeded,
-        RepairEnded,
         Submitted,
     )
-    from recovery.evidence import Verdict
     from recovery.evolve import absorb, evolve, finish, resubmit
-    from recovery.model import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+    from recovery.model import Ask, Decision, Examine, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
     from recovery.ranks import seat
     from workflows import orders
     from workflows.messages import (
@@ -48,6 +45,7 @@ with workflow.unsafe.imports_passed_through():
         cancel_event,
         explain,
         overlay,
+        repair_asks_event,
         report_event,
         retry_event,
     )
@@ -73,6 +71,8 @@ class TrainingJob:
         self._after_seq: dict[str, int] = dict(start.carried.after_seq)
         self._act: asyncio.Task[None] | None = None
         self._leaving: list[asyncio.Task[None]] = []
+        self._launching = False
+        """Ranks may have been ordered that `maybe_alive` does not know of."""
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._exited: dict[str, tuple[int, ...]] = dict(start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
@@ -221,7 +221,9 @@ class TrainingJob:
         slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
         self._inbox.append(NodesAcquired(slots))
         token = replace(self._job.token, generation=decision.generation)
+        self._launching = True
         self._inbox.append(await orders.launch(self._job, token, slots))
+        self._launching = False
 
     async def _acquire(self, decision: Relaunch, excluded: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
         answer = await orders.acquire(self._job, decision, excluded, wait=False)
@@ -288,21 +290,24 @@ class TrainingJob:
             gone = await orders.prove_gone(self._job, generation, self._job.maybe_alive, f"stop generation {generation} before {what}")
             self._inbox.append(gone)
         if isinstance(decision, Examine):
-            why = "relaunch cannot examine nodes yet"
-            self._inbox.append(NodesExamined(generation, tuple(ExaminedNode(n, Verdict.UNKNOWN, why) for n in decision.nodes)))
+            self._inbox.append(await orders.examine(self._job, decision))
         else:
-            why = "relaunch cannot repair nodes yet"
-            self._inbox.append(RepairEnded(generation, decision.strategy, decision.nodes, "refused", why))
+            self._inbox.append(await orders.repair(self._job, decision))
 
     # --- stopping
 
     async def _stop(self, *, once: bool) -> None:
-        places = (slot.node for slot in self._job.slots if slot.node not in self._dead)
-        nodes = tuple(dict.fromkeys((*self._job.maybe_alive, *places)))
-        if nodes:
-            generation = self._job.generation
-            what = "clean up after" if once else "stop"
-            self._inbox.append(await orders.prove_gone(self._job, generation, nodes, f"{what} generation {generation}", once=once))
+        generation, alive = self._job.generation, self._job.maybe_alive
+        places = tuple(slot.node for slot in self._job.slots if slot.node not in self._dead)
+        if self._launching:  # and given up half-way: nobody has said yet where ranks were started
+            alive = tuple(dict.fromkeys((*alive, *places)))
+        if once:
+            alive, places = (), tuple(dict.fromkeys((*alive, *places)))
+        if alive:
+            self._inbox.append(await orders.prove_gone(self._job, generation, alive, f"stop generation {generation}"))
+        if rest := tuple(node for node in places if node not in alive):
+            # Proven gone long ago; one of them may be dead, and nobody waits for it.
+            self._inbox.append(await orders.prove_gone(self._job, generation, rest, f"clean up after generation {generation}", once=True))
 
     # --- ends
 
@@ -394,6 +399,10 @@ class TrainingJob:
     @workflow.signal(description='Launch a new generation now. {"because", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.')
     def force_retry(self, message: Any = None, *_more: Any) -> None:
         self._receive("force_retry", message, retry_event)
+
+    @workflow.signal(description="A repair that this job waits for tells that it waits for a person. Nobody else sends it.")
+    def repair_asks(self, message: Any = None, *_more: Any) -> None:
+        self._receive("repair_asks", message, repair_asks_event)
 
     @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…"}.')
     def report(self, message: Any = None, *_more: Any) -> None:

@@ -246,6 +246,8 @@ class World:
     nodes: int = 2
     spares: int = 2
     python: str = sys.executable
+    gpus: int = 0
+    repairs: str = "act"
     server: Process = field(init=False)
     worker: Process = field(init=False)
     client: Client = field(init=False)
@@ -256,10 +258,10 @@ class World:
         state, fleet = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
         named = [
-            f"  - {{name: {name}, address: {self.address(name)}, spare: {str(i >= self.nodes).lower()}}}"
+            f"  - {{name: {name}, address: {self.address(name)}, spare: {str(i >= self.nodes).lower()}, gpus: {self.gpus}}}"
             for i, name in enumerate(self.names)
         ]
-        fleet.write_text("\n".join((f"name: {FLEET}", "backend: local", "nodes:", *named)) + "\n")
+        fleet.write_text("\n".join((f"name: {FLEET}", "backend: local", f"repairs: {self.repairs}", "nodes:", *named)) + "\n")
         for name in self.names:
             self.node(name).mkdir(parents=True, mode=0o700)
         port, ui = choose_port("server", 0), choose_port("ui", 0)

@@ -33,7 +33,7 @@ env:
         (JOB + "policy:\n  max_restart: 3\n", 7, ("policy.max_restart: unknown key", "max_restarts")),
         (JOB + "policy:\n  extends: harsh\n", 7, ("'harsh' is no preset",)),
         (JOB + "policy:\n  timeouts:\n    lease: 90\n", 8, ("no unit",)),
-        (JOB + "policy:\n  timeouts: {lease: 5s}\n", 6, ("set lease to at least 30s",)),
+        (JOB + "policy:\n  timeouts: {lease: 5s}\n", 7, ("set lease to at least 30s",)),
         (JOB + "env: [\n", 7, ("not YAML",)),
         ("- a\n", 1, ("expected keys and values",)),
         ("", 1, ("empty",)),

@@ -37,7 +37,7 @@ async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_
     folder.mkdir(parents=True)
     job = await world.submit(name="variables", nproc=2, env={"MINE": "1"}, policy=chaos_policy(max_restarts=5))
     await trained(job, 1)
-    os.kill(job.rank_pids("n2")[0], signal.SIGKILL)
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
     await trained(job, 2)
     await job.until_watched()
     cut(world.node("n2"), freeze_ranks=True)
@@ -95,7 +95,7 @@ async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_
 async def test_S3_10_each_rank_of_each_generation_has_a_log_of_its_own(world: World) -> None:
     job = await world.submit()
     await trained(job, 1)
-    os.kill(job.rank_pids("n1")[0], signal.SIGKILL)
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
     await trained(job, 2)
     for generation in (1, 2):
         for rank in (0, 1):

@@ -17,6 +17,7 @@ from temporalio.worker import Replayer, Worker
 
 from activities.job import JobActivities
 from activities.logs import LogActivities
+from activities.node import NodeActivities
 from activities.records import RecordActivities
 from activities.watch import WatchActivities
 from backends.simulated import ManualClock, Script, SimulatedBackend
@@ -26,6 +27,7 @@ from recovery.policy import Policy, resolve
 from recovery.spec import FleetSpec, JobSpec
 from tests.invariants import assert_invariants
 from workflows.messages import JobResult, TrainingJobInput
+from workflows.node_repair import NodeRepair
 from workflows.training_job import TrainingJob
 
 PATIENCE = 30.0
@@ -40,11 +42,12 @@ def policy(timeouts: dict[str, str] | None = None, **changes: Any) -> Policy:
     return resolve({**changes, "timeouts": seconds})
 
 
-def fleet(nodes: int, spares: int = 0) -> FleetSpec:
+def fleet(nodes: int, spares: int = 0, gpus: int = 0, repairs: str = "act", name: str = "default") -> FleetSpec:
     named = [
-        {"name": f"n{i}", "address": f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", "spare": i > nodes} for i in range(1, nodes + spares + 1)
+        {"name": f"n{i}", "address": f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", "spare": i > nodes, "gpus": gpus}
+        for i in range(1, nodes + spares + 1)
     ]
-    return FleetSpec.model_validate({"name": "default", "backend": "simulated", "nodes": named})
+    return FleetSpec.model_validate({"name": name, "backend": "simulated", "repairs": repairs, "nodes": named})
 
 
 @dataclass
@@ -89,6 +92,9 @@ class Job:
             return await asyncio.wait_for(self.handle.result(), PATIENCE)
         except WorkflowFailureError as error:
             return failed_result(error)
+        except TimeoutError:
+            state = await self.state()
+            raise AssertionError(f"it never ended: {state.phase} because {state.because}; next {state.next}; {state}") from None
 
     async def history(self) -> WorkflowHistory:
         return await self.handle.fetch_history()
@@ -132,7 +138,10 @@ class Rig:
         **spec: Any,
     ) -> Job:
         name = name or f"job-{uuid.uuid4().hex[:8]}"
-        job_spec = JobSpec.model_validate({"name": name, "command": ["train"], "nodes": nodes, "nproc_per_node": ranks, **spec})
+        known = self.fleets.known.name
+        job_spec = JobSpec.model_validate(
+            {"name": name, "command": ["train"], "nodes": nodes, "nproc_per_node": ranks, "fleet": known, **spec}
+        )
         handle = await self.client.start_workflow(
             TrainingJob.run,
             TrainingJobInput(spec=job_spec, policy=policy_ or policy(), submitted_by="ada", **(start or {})),
@@ -158,8 +167,12 @@ class Rig:
 
 def activities(fleets: SimulatedFleets, client: Client, archive: Path) -> list[Callable[..., Any]]:
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
-    records, logs = RecordActivities(archive), LogActivities(fleets, archive)
+    records, logs, nodes = RecordActivities(archive), LogActivities(fleets, archive), NodeActivities(fleets)
     return [
+        nodes.examine_nodes,
+        nodes.check_nodes,
+        nodes.read_terms,
+        nodes.order_repair,
         jobs.acquire_nodes,
         jobs.launch_ranks,
         jobs.stop_ranks,
@@ -174,7 +187,7 @@ def worker(client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *
     return Worker(
         client,
         task_queue=queue,
-        workflows=[TrainingJob],
+        workflows=[TrainingJob, NodeRepair],
         activities=activities(fleets, client, archive),
         # Nothing is cached, so each task replays the job from its beginning.
         max_cached_workflows=cached,
@@ -195,8 +208,11 @@ async def rig(
     all_ended: bool = True,
     cached: int = 0,
     two_controllers: bool = False,
+    gpus: int = 0,
+    repairs: str = "act",
+    name: str = "default",
 ) -> AsyncIterator[Rig]:
-    spec = fleet(nodes, spares)
+    spec = fleet(nodes, spares, gpus, repairs, name)
     backend = SimulatedBackend(spec, script, clock)
     fleets = SimulatedFleets(spec, backend)
     made = Rig(client, backend, fleets, f"q-{uuid.uuid4().hex[:8]}", archive)
@@ -217,4 +233,4 @@ async def replay(history: WorkflowHistory) -> None:
     Raises:
         NondeterminismError: it would have ordered something else.
     """
-    await Replayer(workflows=[TrainingJob], data_converter=data_converter()).replay_workflow(history)
+    await Replayer(workflows=[TrainingJob, NodeRepair], data_converter=data_converter()).replay_workflow(history)

@@ -1,7 +1,7 @@
 """Histories of jobs as they once went, replayed by the workflow as it is now.
 
 A changed order of commands breaks jobs that run: when one of these fails, guard the change by `workflow.patched`.
-After a change that is meant before anybody runs it, capture them anew: `python -m tests.workflows.test_histories`.
+After a change that is meant before anybody runs it, capture them anew: `python -m tests.workflows.test_histories [NAME…]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from temporalio.client import WorkflowHistory
 
-from backends.simulated import Cut, Exit, KeeperDies, Progress, Script, error_file
+from backends.simulated import Cut, Exit, KeeperDies, Progress, Script, Sick, error_file
 from recovery.policy import Policy
 from tests.workflows.rig import policy, replay, rig
 
@@ -39,6 +39,16 @@ SCENARIOS: dict[str, tuple[Script, Policy]] = {
         ),
         policy(),
     ),
+    "examined_and_rebooted": (
+        Script(
+            (
+                Exit(generation=1, node="n2", rank=2, exit_code=1, after=0.2),
+                Sick(node="n2", remap_pending=0, until="reboot", when="running"),
+            ),
+            then="succeed",
+        ),
+        policy(extends="ecs-reboot-once"),
+    ),
     "node_lost_and_back": (
         Script(
             (Cut(generation=1, node="n2", after=0.5, lasts=2.0, words=("controller-in", "controller-out")), Exit(exit_code=0, after=5.0))
@@ -46,6 +56,8 @@ SCENARIOS: dict[str, tuple[Script, Policy]] = {
         policy(),
     ),
 }
+REPAIR = "repair_of_n2"
+"""The repair within `examined_and_rebooted`, a workflow of its own."""
 
 
 @pytest.mark.parametrize("path", sorted(HISTORIES.glob("*.json")), ids=lambda path: path.stem)
@@ -54,22 +66,29 @@ async def test_a_captured_history_replays(path: Path) -> None:
 
 
 def test_each_scenario_has_its_history() -> None:
-    assert {path.stem for path in HISTORIES.glob("*.json")} == set(SCENARIOS)
+    assert {path.stem for path in HISTORIES.glob("*.json")} == {*SCENARIOS, REPAIR}
 
 
-async def _capture() -> None:
+def _write(name: str, history: WorkflowHistory) -> None:
+    # Stack traces name the folder of whoever captured it.
+    text = json.dumps(json.loads(history.to_json()), indent=1).replace(f"{HISTORIES.parent.parent}/", "")
+    (HISTORIES / f"{name}.json").write_text(text + "\n")
+
+
+async def _capture(names: list[str]) -> None:
+    """Those scenarios; none named: all."""
     from tests.workflows.conftest import FAST, _dev
 
     async with _dev([word for value in FAST for word in ("--dynamic-config-value", value)]) as client:
-        for name, (script, rules) in SCENARIOS.items():
-            async with rig(client, Path(tempfile.mkdtemp()), script, spares=1) as one:
+        for name in names or SCENARIOS:
+            script, rules = SCENARIOS[name]
+            async with rig(client, Path(tempfile.mkdtemp()), script, spares=1, gpus=1) as one:
                 job = await one.submit(rules, name=name)
                 await job.result()
-                history = json.loads((await job.history()).to_json())
-                # Stack traces name the folder of whoever captured it.
-                text = json.dumps(history, indent=1).replace(f"{HISTORIES.parent.parent}/", "")
-                (HISTORIES / f"{name}.json").write_text(text + "\n")
+                _write(name, await job.history())
+                if name == "examined_and_rebooted":
+                    _write(REPAIR, await client.get_workflow_handle("repair/default/n2").fetch_history())
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(_capture()))
+    sys.exit(asyncio.run(_capture(sys.argv[1:])))

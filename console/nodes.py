@@ -1,0 +1,164 @@
+"""Looks at nodes, orders a repair of one, and answers what a repair asks. Every refusal is a `Mistake`: one sentence, nothing changed."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from temporalio.client import ActivityFailureError, Client, WorkflowUpdateFailedError
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from console.files import check_name
+from console.jobs import look
+from console.submission import TASK_TIMEOUT, whoami
+from console.views import age
+from recovery.model import Phase
+from recovery.policy import Strategy
+from settings import Mistake
+from workflows.messages import REPAIR_ID_PREFIX, AnswerMessage, NodeRepairInput, NodeRepairResult
+from workflows.node_messages import ExamineNodesInput, NodeHealth
+
+CHECK_WITHIN = {0: timedelta(seconds=90), 1: timedelta(minutes=5), 2: timedelta(minutes=20), 3: timedelta(minutes=65)}
+"""For a whole fleet side by side: probing takes seconds, DCGM what its level takes."""
+REPAIR_WITHIN = timedelta(minutes=40)
+"""Of a repair that a person orders: a reboot takes up to 25 minutes, and a look before and after."""
+
+
+async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str], level: int) -> tuple[NodeHealth, ...]:
+    """Examine nodes (none named: all of the fleet). A node with ranks is only probed: DCGM wants its GPUs free.
+
+    Raises:
+        Mistake: no worker answers, or it does not know the fleet or a node.
+    """
+    for node in nodes:
+        check_name("node", node)
+    within = CHECK_WITHIN[level]
+    try:
+        result: tuple[NodeHealth, ...] = await client.execute_activity(
+            "check_nodes",
+            ExamineNodesInput(check_name("fleet", fleet), tuple(nodes), f"check by {whoami()}", level, within),
+            id=f"check_nodes/{fleet}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=tuple[NodeHealth, ...],
+            schedule_to_start_timeout=timedelta(seconds=10),
+            start_to_close_timeout=within,
+            schedule_to_close_timeout=within + timedelta(seconds=10),
+            heartbeat_timeout=timedelta(seconds=10),
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            summary=f"check {', '.join(nodes[:3]) or 'all nodes'} of fleet {fleet}",
+        )
+    except ActivityFailureError as error:
+        cause = error.cause
+        told = str(getattr(cause, "message", "") or cause or error)
+        raise Mistake(told if getattr(cause, "type", "") == "BadInput" else f"no worker answers for fleet {fleet}: {told}") from None
+    return result
+
+
+def row(item: NodeHealth) -> dict[str, Any]:
+    """`nodes list --json`; the keys are a promise."""
+    health = item.health
+    jobs = [one.removeprefix("job ") for one in health.busy if one.startswith("job ")]
+    return {
+        "name": item.node,
+        "state": "silent" if not health.boot_id else "busy" if health.busy else "free",
+        "job": jobs[0] if jobs else None,
+        "gpus": item.gpus,
+        "health": str(health.verdict),
+        "because": health.because,
+        "by": None,
+        "history": [{"at": one.at.isoformat(), "what": "reboot", "because": one.because} for one in health.reboots],
+        "findings": [{"code": one.code, "role": str(one.role), "gpu": one.gpu, "because": one.because} for one in health.findings],
+        "boot_id": health.boot_id,
+    }
+
+
+def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "BECAUSE"):
+        table.add_column(title, no_wrap=title in ("NODE", "STATE", "HEALTH"), justify="right" if title == "GPUS" else "left")
+    for one in rows:
+        reboots = [datetime.fromisoformat(each["at"]) for each in one["history"]]
+        history = f"{len(reboots)} reboot{'s' if len(reboots) > 1 else ''}, the last {age(now - max(reboots))} ago" if reboots else ""
+        table.add_row(one["name"], one["state"], one["job"] or "", str(one["gpus"]), one["health"], history, one["because"])
+    Console(markup=False, highlight=False).print(table)
+
+
+async def repair(
+    client: Client, task_queue: str, fleet: str, node: str, strategy: Strategy, gpus: Sequence[str], because: str, level: int
+) -> NodeRepairResult:
+    """Order a repair and wait for its end. Whoever orders it has approved it.
+
+    Raises:
+        Mistake: one of this node is under way.
+    """
+    id_ = repair_id(fleet, node)
+    order = NodeRepairInput(
+        fleet=fleet,
+        node=node,
+        strategy=strategy,
+        because=because,
+        by=whoami(),
+        deadline=datetime.now(UTC) + REPAIR_WITHIN,
+        gpus=tuple(gpus),
+        approved_by=whoami(),
+        level=level,
+    )
+    try:
+        handle = await client.start_workflow(
+            "NodeRepair",
+            order,
+            id=id_,
+            task_queue=task_queue,
+            result_type=NodeRepairResult,
+            task_timeout=TASK_TIMEOUT,
+            static_summary=f"{strategy} of {node}, ordered by {whoami()}",
+        )
+    except WorkflowAlreadyStartedError:
+        raise Mistake(f"node {node}: a repair of it is under way ({id_}); see it in the web UI, or cancel it there") from None
+    result: NodeRepairResult = await handle.result()
+    return result
+
+
+def repair_id(fleet: str, node: str) -> str:
+    return f"{REPAIR_ID_PREFIX}{check_name('fleet', fleet)}/{check_name('node', node)}"
+
+
+async def answer(client: Client, job: str, decision: str, because: str) -> tuple[str, ...]:
+    """Approve or deny the repairs that a job waits for; return the nodes.
+
+    Raises:
+        Mistake: the job waits for none, or none of them asks.
+    """
+    state = (await look(client, job)).state
+    if state is None:
+        raise Mistake(f"job {job}: no worker answers: start a worker and say it again")
+    if state.phase is not Phase.REPAIRING or not state.tries:
+        raise Mistake(f"job {job} is {state.phase} and waits for no repair")
+    nodes = state.tries[-1].nodes
+    outcomes = await asyncio.gather(*(_answer(client, repair_id(state.spec.fleet, node), decision, because) for node in nodes))
+    told = tuple(node for node, why in zip(nodes, outcomes, strict=True) if why is None)
+    if not told:
+        raise Mistake(f"job {job}: {next(why for why in outcomes if why)}")
+    return told
+
+
+async def _answer(client: Client, id_: str, decision: str, because: str) -> str | None:
+    """Return why it was not taken."""
+    message = AnswerMessage.model_validate({"decision": decision, "because": because, "by": whoami()})
+    try:
+        await client.get_workflow_handle(id_).execute_update("answer", message)
+    except WorkflowUpdateFailedError as error:
+        return f"{id_}: {error.cause or error}"
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:
+            raise
+        return f"there is no repair {id_}"
+    return None

@@ -1,0 +1,159 @@
+"""Examining and repairing local nodes for real: real agents and processes, NVML's own bindings; doubles of NVIDIA's programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from backends.simulated import Sick
+from backends.simulated.health import diagnosed
+from tests.chaos.world import FLEET, ROOT, Job, World, chaos_policy, eventually
+from tests.doubles.install import build_nvml, calls, install_nvml, install_tool
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+PENDING = diagnosed(1, 2, (Sick(remap_pending=0),))
+HEALTHY = diagnosed(1, 2, ())
+ONE_GPU = "driver 570.124.06\ngpus 1\n"
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_nvml(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory, nvml: Path) -> AsyncIterator[World]:
+    async with World(tmp_path_factory.mktemp("e2e") / "world", 117, gpus=1) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def healthy(world: World, nvml: Path) -> None:
+    for name in world.names:
+        install_nvml(world.node(name) / "lib", nvml, ONE_GPU)
+        (world.node(name) / "bin" / "dcgmi.calls").unlink(missing_ok=True)
+        (world.node(name) / "reboots.jsonl").unlink(missing_ok=True)  # two in three days are all that a node gets
+        tell_dcgm(world, name, HEALTHY)
+        install_tool(world.node(name) / "bin", "nvidia-smi", stdout="All done.\n")
+
+
+def tell_dcgm(world: World, node: str, says: tuple[int, str], *, once: bool = False, **more: Any) -> None:
+    """Have `dcgmi diag` say this, or say it once and be healthy from then on."""
+    bin_ = world.node(node) / "bin"
+    after = {"stdout": HEALTHY[1], "exit_code": HEALTHY[0]}
+    then = {str(bin_ / "dcgmi.json"): json.dumps(after)} if once else {}
+    install_tool(bin_, "dcgmi", stdout=says[1], exit_code=says[0], then=then, **more)
+
+
+def boot_id(world: World, node: str) -> str:
+    path = world.node(node) / "boot_id"
+    return path.read_text() if path.exists() else ""
+
+
+def reboots(world: World, node: str) -> list[dict[str, Any]]:
+    path = world.node(node) / "reboots.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def starter(world: World, *words: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(ROOT / "starter.py"),
+        *words,
+        env={**world.environment, "RELAUNCH_NO_WARM": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def broken(world: World, **changes: Any) -> tuple[Job, str]:
+    """A job of which a rank has failed, and the node of that rank."""
+    job = await world.submit(policy=chaos_policy(extends="ecs-reboot-once", hang={}, **changes))
+    await job.until_phase("RUNNING", generation=1)
+    await job.until_steps()
+    node = (await job.state()).slots[1].node
+    return job, node
+
+
+def fail(job: Job) -> None:
+    (job.folder / "fail.1").write_text("ValueError: boom")
+
+
+async def decisions(job: Job) -> list[tuple[str, str | None]]:
+    return [(d.decision, d.strategy) for incident in await job.incidents() for d in incident.decisions]
+
+
+async def test_S1_3_S1_5_S1_6_a_sick_node_is_rebooted_once_and_proven_healthy_before_ranks_run_there_again(world: World) -> None:
+    job, node = await broken(world)
+    before = boot_id(world, node)
+    tell_dcgm(world, node, PENDING, once=True)
+    fail(job)
+    await job.until_phase("RUNNING", generation=2)
+    assert await decisions(job) == [("Examine", None), ("Repair", "REBOOT_NODE"), ("Relaunch", None)]
+    assert boot_id(world, node) != before
+    assert len(reboots(world, node)) == 1
+    assert [words[:3] for words in calls(world.node(node) / "bin", "dcgmi")] == [["diag", "-r", "2"]] * 2, "before and after"
+    await world.tidy(job)
+
+
+async def test_S1_5_on_a_node_that_is_healthy_the_job_fails_and_nothing_is_rebooted(world: World) -> None:
+    job, node = await broken(world)
+    before = boot_id(world, node)
+    fail(job)
+    await job.until_phase("FAILED")
+    assert (await decisions(job), boot_id(world, node)) == ([("Examine", None), ("Stop", None)], before)
+    await world.tidy(job)
+
+
+@pytest.mark.parametrize("moment", ["while it is examined", "while it reboots"])
+async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(world: World, moment: str) -> None:
+    job, node = await broken(world)
+    known = len(reboots(world, node))
+    tell_dcgm(world, node, PENDING, once=True, seconds=2 if moment == "while it is examined" else 0)
+    fail(job)
+
+    async def reached() -> bool:
+        if moment == "while it is examined":
+            return bool(calls(world.node(node) / "bin", "dcgmi"))
+        return len(reboots(world, node)) > known
+
+    await eventually(reached, f"never {moment}")
+    await world.worker.end()
+    await world.worker.start()
+    await job.until_phase("RUNNING", generation=2)
+    assert len(reboots(world, node)) == known + 1, (await job.incidents(), calls(world.node(node) / "bin", "dcgmi"))
+    await world.tidy(job)
+
+
+async def test_S4_1_the_gpu_is_reset_by_its_bus_id_and_the_job_goes_on_in_its_place(world: World, nvml: Path) -> None:
+    job = await world.submit(policy=chaos_policy(extends="default", hang={}))
+    await job.until_phase("RUNNING", generation=1)
+    await job.until_steps()
+    node = (await job.state()).slots[1].node
+    folder = world.node(node)
+    (folder / "kernel.log").write_text("")
+    (folder / "lib" / "nvml.txt").write_text(ONE_GPU + "remapped 0 0 1 1 0\n")
+    install_tool(folder / "bin", "nvidia-smi", stdout="reset\n", then={str(folder / "lib" / "nvml.txt"): ONE_GPU})
+    status, text = await starter(world, "nodes", "check", node, "--fleet", FLEET, "--level", "0", "--json")
+    found = json.loads(text)[0]
+    assert (status, found["health"], found["state"], found["job"].split()[0]) == (1, "UNHEALTHY", "busy", job.name)
+    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--because", "remap pending")
+    assert (status, "refused" in text, job.name in text) == (1, True, True), "never while ranks run there"
+    await world.tidy(job)
+    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--because", "remap pending")
+    assert (status, "done" in text) == (0, True), text
+    assert [words[0] for words in calls(folder / "bin", "nvidia-smi")] == ["--gpu-reset"]
+    status, text = await starter(world, "nodes", "list", "--fleet", FLEET)
+    assert status == 0
+    assert all(name in text for name in world.names)
+    (folder / "kernel.log").unlink()

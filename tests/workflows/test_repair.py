@@ -1,0 +1,197 @@
+"""Examinations and repairs as a job orders them, on simulated nodes: what the verdict changes, and what is never done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
+
+from backends.simulated import DiagHangs, Exit, Fault, Progress, RebootFails, RebootHangs, Script, Sick, Takes
+from backends.simulated.health import bus_id
+from recovery.evidence import Verdict
+from recovery.model import Phase
+from recovery.policy import Policy, Strategy
+from tests.backends.upkeep_invariants import assert_upkeep
+from tests.workflows.conftest import MakeRig
+from tests.workflows.rig import PATIENCE, Job, Rig, policy
+from workflows.messages import NodeRepairInput, NodeRepairResult
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+FAILS = Exit(generation=1, node="n2", rank=2, exit_code=1, after=0.2)
+RUNS = Progress(generation=1, steps=((0.0, 5),), hangs=True)
+TRAINS = Progress(generation=2, steps=((0.0, 6),))
+GPU_0 = bus_id(0)[4:-2]
+"""As the kernel writes it."""
+XID_119 = (f"[  100.0] NVRM: Xid (PCI:{GPU_0}): 119, pid=4711, name=python, Timeout after 6s of waiting for RPC response from GPU0 GSP!",)
+GPU_HANGS = Exit(generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_119)
+
+
+def reboot_once(**changes: Any) -> Policy:
+    """Exit 1 on an unhealthy node reboots it once, on a healthy one fails the job."""
+    return policy(extends="ecs-reboot-once", **changes)
+
+
+def make(make_rig: MakeRig, *happenings: Any, faults: tuple[Fault, ...] = (), **options: Any) -> AbstractAsyncContextManager[Rig]:
+    """A rig whose fleet has a name of its own: repairs are named after fleet and node, and the server outlives the test."""
+    return make_rig(Script((RUNS, TRAINS, *happenings), faults, then="succeed"), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}", **options)
+
+
+def did(rig: Rig, *kinds: str) -> list[tuple[str, str]]:
+    return [(one.node, one.command) for one in rig.backend.upkeep if one.kind in kinds]
+
+
+def decided(state: Any) -> list[tuple[str, str | None]]:
+    return [(d.decision, d.strategy) for incident in (*state.incidents, state.incident) if incident for d in incident.decisions]
+
+
+async def repair_of(rig: Rig, job: Job, node: str = "n2") -> WorkflowHandle[Any, Any]:
+    await job.until_phase(Phase.REPAIRING)
+    return rig.client.get_workflow_handle(f"repair/{rig.fleets.known.name}/{node}", result_type=NodeRepairResult)
+
+
+async def test_S1_5_an_unhealthy_node_is_rebooted_once_proven_and_examined_before_the_job_goes_on(make_rig: MakeRig) -> None:
+    async with make(make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running")) as rig:
+        job = await rig.submit(reboot_once())
+        result = await job.result()
+        assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
+        assert decided(result.state) == [("Examine", None), ("Repair", "REBOOT_NODE"), ("Relaunch", None)]
+        assert did(rig, "rebooted") == [("n2", "reboot")]
+        order = [one.command for one in rig.backend.upkeep if one.kind == "began"]
+        assert order == ["diagnose", "reboot", "diagnose"]
+        assert_upkeep(rig.backend)
+
+
+async def test_S1_5_a_healthy_node_is_not_rebooted_and_the_job_fails(make_rig: MakeRig) -> None:
+    async with make(make_rig, FAILS) as rig:
+        result = await (await rig.submit(reboot_once())).result()
+        assert (result.phase, result.generation) == (Phase.FAILED, 1)
+        assert "dcgmi diag -r 2" in str([one.because for one in result.incidents[0].decisions]), "what was examined is said"
+        assert did(rig, "rebooted") == []
+
+
+async def test_S1_4_an_examination_that_never_ends_has_a_deadline_and_is_neither_healthy_nor_unhealthy(make_rig: MakeRig) -> None:
+    async with make(make_rig, FAILS, DiagHangs(node="n2")) as rig:
+        result = await (await rig.submit(reboot_once(timeouts={"examination": "12s"}))).result()
+        assert result.phase is Phase.FAILED
+        assert did(rig, "rebooted") == []
+        assert "UNKNOWN" in str(result.incidents[0].decisions)
+
+
+async def test_S4_1_a_gpu_that_heals_by_a_reset_is_reset_and_the_job_goes_on_in_its_place(make_rig: MakeRig) -> None:
+    async with make(make_rig, GPU_HANGS, Sick(node="n2", remap_pending=0, until="reset", when="running")) as rig:
+        result = await (await rig.submit(policy())).result()
+        assert (result.phase, result.generation, result.state.restarts_spent) == (Phase.SUCCEEDED, 2, 0)
+        assert [slot.node for slot in result.state.slots] == ["n1", "n2"]
+        assert [one for one in did(rig, "began") if one[1] != "diagnose"] == [("n2", "reset-gpus")]
+
+
+async def test_S4_2_where_the_reset_does_not_help_the_node_is_left_and_another_takes_its_place(make_rig: MakeRig) -> None:
+    async with make(make_rig, GPU_HANGS, Sick(node="n2", remap_failed=0, when="running"), spares=1) as rig:
+        result = await (await rig.submit(policy())).result()
+        assert (result.phase, [slot.node for slot in result.state.slots]) == (Phase.SUCCEEDED, ["n1", "n3"])
+        assert decided(result.state) == [("Repair", "RESET_GPU"), ("Relaunch", "REPLACE_NODE")]
+        assert [avoided.node for avoided in result.state.avoided] == ["n2"]
+
+
+async def test_S1_6_a_reboot_whose_answer_is_lost_is_looked_at_and_happens_once(make_rig: MakeRig) -> None:
+    sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
+    async with make(make_rig, FAILS, sick, faults=(Fault(kind="lose_answer", command="reboot", node="n2"),)) as rig:
+        result = await (await rig.submit(reboot_once())).result()
+        assert result.phase is Phase.SUCCEEDED
+        assert did(rig, "rebooted") == [("n2", "reboot")]
+
+
+@pytest.mark.parametrize(
+    ("happening", "because"),
+    [
+        pytest.param(RebootFails(node="n2"), "sudo: a password is required", id="the command fails"),
+        pytest.param(RebootHangs(node="n2", answers=True), "boot id", id="it goes on running with the old boot id"),
+        pytest.param(RebootHangs(node="n2"), "no answer to probe", id="it does not come back"),
+    ],
+)
+async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(make_rig: MakeRig, happening: Any, because: str) -> None:
+    sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
+    async with make(make_rig, FAILS, sick, happening) as rig:
+        result = await (await rig.submit(reboot_once(timeouts={"reboot": "25s", "lease": "4s"}))).result()
+        assert result.phase is Phase.FAILED
+        assert because in result.because
+        assert did(rig, "rebooted") == []
+
+
+async def test_a_repair_that_has_to_be_asked_for_waits_and_the_job_says_for_what(make_rig: MakeRig) -> None:
+    async with make(make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running"), repairs="ask") as rig:
+        job = await rig.submit(reboot_once())
+        repair = await repair_of(rig, job)
+        state = await job.until(lambda s: "n2" in s.next.what and "?" in s.next.what, "a question on the job's page")
+        assert state.phase is Phase.REPAIRING
+        assert did(rig, "rebooted") == []
+        with pytest.raises(WorkflowUpdateFailedError) as refused:
+            await repair.execute_update("answer", {"decision": "perhaps"})
+        assert "decision" in str(refused.value.cause)
+        await repair.execute_update("answer", {"decision": "approve", "by": "grace", "because": "nobody else is on it"})
+        assert (await job.result()).phase is Phase.SUCCEEDED
+        assert did(rig, "rebooted") == [("n2", "reboot")]
+
+
+@pytest.mark.parametrize(("repairs", "because"), [("ask", "grace"), ("observe", "observe")])
+async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_on(make_rig: MakeRig, repairs: str, because: str) -> None:
+    async with make(make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running"), repairs=repairs) as rig:
+        job = await rig.submit(reboot_once())
+        if repairs == "ask":
+            repair = await repair_of(rig, job)
+            await job.until(lambda s: "?" in s.next.what, "a question")
+            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "because": "mine"})
+        result = await job.result()
+        assert result.phase is Phase.FAILED
+        assert because in result.because
+        assert did(rig, "began")[1:] == []
+
+
+async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_it_come_to_its_end(make_rig: MakeRig) -> None:
+    sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
+    async with make(make_rig, FAILS, sick, repairs="ask") as rig:
+        job = await rig.submit(reboot_once())
+        repair = await repair_of(rig, job)
+        await job.until(lambda s: "?" in s.next.what, "a question")
+        await job.handle.signal("cancel", {"because": "enough"})
+        assert (await job.result()).phase is Phase.CANCELLED
+        ended = await asyncio.wait_for(repair.result(), PATIENCE)
+        assert (ended.outcome, did(rig, "rebooted")) == ("refused", [])
+    async with make(make_rig, FAILS, sick, Takes(node="n2", command="reboot", seconds=4.0)) as rig:
+        job = await rig.submit(reboot_once())
+        repair = await repair_of(rig, job)
+        await job.until(lambda _: ("n2", "reboot") in did(rig, "began"), "an order to reboot")
+        await job.handle.signal("cancel", {"because": "enough"})
+        assert (await job.result()).phase is Phase.CANCELLED
+        ended = await asyncio.wait_for(repair.result(), PATIENCE)
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
+        assert did(rig, "rebooted") == [("n2", "reboot")]
+
+
+async def test_a_node_is_never_repaired_by_two_nor_while_ranks_run_on_it(make_rig: MakeRig) -> None:
+    async with make(make_rig) as rig:
+        job = await rig.submit(policy())
+        await job.until_phase(Phase.RUNNING)
+        fleet = rig.fleets.known.name
+        order = NodeRepairInput(
+            fleet=fleet,
+            node="n2",
+            strategy=Strategy.REBOOT_NODE,
+            because="a person wants it",
+            by="grace",
+            deadline=datetime.now(UTC) + timedelta(minutes=1),
+            approved_by="grace",
+        )
+        ended = await rig.client.execute_workflow(
+            "NodeRepair", order, id=f"repair/{fleet}/n2", task_queue=rig.queue, result_type=NodeRepairResult
+        )
+        assert ended.outcome == "refused"
+        assert job.handle.id.removeprefix("job/") in ended.because, "it names who uses the node"
+        assert did(rig, "began", "rebooted") == []
+        await job.handle.signal("cancel")
+        await job.result()
