@@ -40,6 +40,7 @@ bench: setup
 
 chaos: setup
 	$(PY) -m tests.chaos
+	$(PY) -m tests.chaos.repairs
 
 # Only for whoever changes a dependency; needs uv.
 lock:

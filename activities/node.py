@@ -140,15 +140,26 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
 
 
 async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: timedelta) -> dict[str, Any]:
-    """Run DCGM. Where the node is still held by this very order, given by a worker that died meanwhile, that one is waited for."""
+    """Run DCGM, anew where the connection broke. Where the node is still held by this very order, that one is waited for.
+
+    Raises:
+        BackendError: no answer, several times.
+    """
     ends = datetime.now(UTC) + within
+    unanswered = 0
     while True:
         left = max(1.0, (ends - datetime.now(UTC)).total_seconds())
-        answer = await backend.diagnose(node, id_, level, left)
-        if not isinstance(answer, Refused):
-            return dict(answer)
-        if answer.why != "held" or id_ not in answer.because or left <= 1.0:
-            return {"refused": answer.why, "because": answer.because}
+        try:
+            answer = await backend.diagnose(node, id_, level, left)
+        except BackendError:
+            unanswered += 1
+            if unanswered == PROBES or left <= 1.0:
+                raise
+        else:
+            if not isinstance(answer, Refused):
+                return dict(answer)
+            if answer.why != "held" or answer.held_by != id_ or left <= 1.0:
+                return {"refused": answer.why, "because": answer.because}
         await asyncio.sleep(PROBE_AGAIN)
 
 

@@ -44,6 +44,8 @@ class Refused:
     highest: tuple[int, int] | None = None
     boot_id: str | None = None
     """Where `why` is boot_changed: the present one."""
+    held_by: str | None = None
+    """Where `why` is held: the id of whoever holds the node."""
 
 
 @dataclass(frozen=True, slots=True)

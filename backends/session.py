@@ -284,13 +284,14 @@ class AgentSession:
 
     def _refused(self, answer: Mapping[str, Any]) -> Refused:
         try:
-            highest, boot_id = answer.get("highest"), answer.get("boot_id")
+            highest, boot_id, holder = answer.get("highest"), answer.get("boot_id"), answer.get("held")
             return Refused(
                 self._node,
                 str(answer["why"]),
                 str(answer["because"]),
                 (int(highest[0]), int(highest[1])) if highest else None,
                 None if boot_id is None else str(boot_id),
+                None if holder is None else str(holder["id"]),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ProtocolError(self._node, f"a refusal says {str(answer)[:200]!r}, expected why and because") from error

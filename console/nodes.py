@@ -62,7 +62,7 @@ async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str
 def row(item: NodeHealth) -> dict[str, Any]:
     """`nodes list --json`; the keys are a promise."""
     health = item.health
-    jobs = [one.removeprefix("job ") for one in health.busy if one.startswith("job ")]
+    jobs = [one.split(" ")[1] for one in health.busy if one.startswith("job ")]
     return {
         "name": item.node,
         "state": "silent" if not health.boot_id else "busy" if health.busy else "free",

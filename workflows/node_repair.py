@@ -178,7 +178,9 @@ class NodeRepair:
     async def _ask(self, step: AskPerson) -> Fact:
         if (job := workflow.info().parent) is not None:
             handle = workflow.get_external_workflow_handle(job.workflow_id)
-            message = {"node": self._start.node, "question": step.question, "until": step.until.isoformat()}
+            answer = f"`starter.py answer {self._start.job} approve` or `deny`" if self._start.job else "the update `answer`"
+            question = f"may {self._start.node} be treated with {self._start.strategy}? {answer}; without an answer it is not done"
+            message = {"node": self._start.node, "question": question, "until": step.until.isoformat()}
             try:
                 await handle.signal("repair_asks", message)
             except ApplicationError as error:  # it has ended; whoever looks at this page is asked all the same

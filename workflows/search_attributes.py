@@ -114,14 +114,20 @@ def current_details(job: JobState, now: datetime) -> str:
 
 def repair_details(repair: RepairState, step: Step) -> str:
     """The page of a repair: what is done to which node, for whom, and what was found so far. Markdown."""
-    doing = f"{step.outcome}: {step.because}" if isinstance(step, Finish) else step.because
+    match step:
+        case Finish():
+            doing = f"{step.outcome}: {step.because}"
+        case AskPerson():
+            doing = f"it waits for somebody who approves or denies, until {_clock(step.until)}; without an answer it is not done"
+        case _:
+            doing = step.because
     lines = [f"## {repair.strategy} of {repair.node}", "", f"**Why** {repair.because} (ordered by {repair.by})", "", f"**Now** {doing}", ""]
     if not isinstance(step, Finish):
         lines += [f"**Ends** by itself at {_clock(repair.deadline)}", ""]
     if repair.boot_id:
         lines += [f"**Boot** decided on boot id `{repair.boot_id}`: the node refuses what was decided on another", ""]
     if repair.health is not None:
-        lines += [f"**Last examination** {repair.health.verdict}: {repair.health.because}", ""]
+        lines += [f"**Last look** {repair.health.verdict}: {repair.health.because}", ""]
         lines += [f"- {finding.code}: {finding.because}" for finding in repair.health.findings[:16]]
     if repair.log:
         lines += ["", "### Steps", "", *(f"- {_clock(one.at)} **{one.what}** {one.because}" for one in repair.log), ""]

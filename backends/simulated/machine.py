@@ -163,7 +163,7 @@ class Machine:
         if self.held is None:
             return Refused(self._node.name, "held", "a launch is being prepared on this node")
         doing = _DOING[self.held.by]
-        return Refused(self._node.name, "held", f"{doing} ({self.held.by}, {self.held.id})")
+        return Refused(self._node.name, "held", f"{doing} ({self.held.by}, {self.held.id})", held_by=self.held.id)
 
     # --- orders ---
 

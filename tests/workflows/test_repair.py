@@ -106,6 +106,14 @@ async def test_S1_6_a_reboot_whose_answer_is_lost_is_looked_at_and_happens_once(
         assert did(rig, "rebooted") == [("n2", "reboot")]
 
 
+async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_what_is_there(make_rig: MakeRig) -> None:
+    sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
+    async with make(make_rig, FAILS, sick, faults=(Fault(kind="lose_answer", command="diagnose", node="n2"),)) as rig:
+        result = await (await rig.submit(reboot_once())).result()
+        assert result.phase is Phase.SUCCEEDED
+        assert decided(result.state)[:2] == [("Examine", None), ("Repair", "REBOOT_NODE")]
+
+
 @pytest.mark.parametrize(
     ("happening", "because"),
     [
