@@ -250,6 +250,8 @@ class AgentSession:
         try:
             async for line in process.stdout:
                 message = json.loads(line)
+                if b"\\ud" in line or b"\\uD" in line:
+                    message = _writable(message)
                 if (answers := waiting.get(message["id"])) is not None:
                     answers.put_nowait(message)
         except asyncio.CancelledError:
@@ -295,6 +297,17 @@ class AgentSession:
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ProtocolError(self._node, f"a refusal says {str(answer)[:200]!r}, expected why and because") from error
+
+
+def _writable(value: Any) -> Any:
+    """Replace halves of surrogate pairs, which stand for bytes that are no text: JSON can say them, and nothing can store them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_writable(one) for one in value]
+    if isinstance(value, dict):
+        return {_writable(key): _writable(one) for key, one in value.items()}
+    return value
 
 
 class AgentWatch:

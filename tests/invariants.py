@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 
 from backends.simulated import Call, Life, Obeyed, SimulatedBackend
 from recovery.model import Token
+from tests.backends.upkeep_invariants import upkeep_violations
 
 Job = tuple[str, str]
 
 
 def assert_invariants(backend: SimulatedBackend, *, all_ended: bool = False) -> None:
     """Fail with every violation. With `all_ended`, also when a rank is alive still."""
-    found = violations(backend.calls, backend.orders, backend.lives)
+    found = (*violations(backend.calls, backend.orders, backend.lives), *upkeep_violations(backend.upkeep, backend.lives))
     if all_ended:
         found += tuple(f"rank {rank} of {token} on {node} is alive at the end" for token, node, rank in alive(backend.lives))
     assert not found, "\n".join(found)

@@ -312,14 +312,20 @@ class Node:
         return [pid for pid in self.processes() if pid not in own and name(pid) not in ("relaunch-idle", "relaunch-order")]
 
     def kill_everything(self) -> None:
-        def none_left() -> bool:
+        """As a power cut would: nobody is left to write down how the others ended."""
+
+        def all_get(number: signal.Signals) -> None:
             for pid in self.processes():
                 try:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
                 except ProcessLookupError:
                     continue
+
+        def none_left() -> bool:
+            all_get(signal.SIGKILL)
             return not self.processes()
 
+        all_get(signal.SIGSTOP)
         eventually(none_left)
         if self.process is not None:
             self.session_broke()

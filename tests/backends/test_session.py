@@ -158,3 +158,10 @@ async def test_an_agent_that_dies_before_it_greets_is_unreachable(opened: Open) 
     for _ in range(5):
         with pytest.raises(Unreachable, match="could not be started"):
             await ask(session, "probe")
+
+
+async def test_bytes_that_are_no_text_reach_nobody_as_what_cannot_be_stored(opened: Open) -> None:
+    session = opened({"diagnose": {**BOOT, "exit_code": 0, "stdout": "half \ud800 and \U0001f600", "stderr": ""}})
+    answer = await session.diagnose("r1", 2, 1.0)
+    assert isinstance(answer, dict)
+    assert answer["stdout"] == "half ? and \U0001f600"
