@@ -333,10 +333,10 @@ async def _answering(backend: Backend, names: Sequence[str], enough: int) -> lis
         async def answers(node: str, gate: asyncio.Semaphore = gate) -> bool:
             async with gate:
                 try:
-                    await backend.list(node)
+                    listed = await backend.list(node)
                 except BackendError:
                     return False
-                return True
+                return listed.get("held") is None  # somebody examines or repairs it, and would be in the way
 
         results = await asyncio.gather(*(answers(node) for node in batch))
         answering += [node for node, result in zip(batch, results, strict=True) if result]

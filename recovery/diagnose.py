@@ -37,6 +37,8 @@ REFUSAL_CAUSES = {
     "cannot_start": Cause.USER_INPUT,
     "secret_missing": Cause.USER_INPUT,
     "stuck": Cause.NODE_FAULT,
+    "held": Cause.PLATFORM,
+    "rebooting": Cause.PLATFORM,
 }
 """What an agent's refusal says about the world; any other word is between the controller and the agent: PLATFORM."""
 

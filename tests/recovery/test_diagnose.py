@@ -237,13 +237,16 @@ def test_what_fails_while_a_node_is_lost_is_laid_to_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "cause"),
+    ("why", "cause", "suspects"),
     [
-        ("command_not_found", Cause.USER_INPUT),
-        ("workdir_missing", Cause.USER_INPUT),
-        ("stuck", Cause.NODE_FAULT),
-        ("expired", Cause.PLATFORM),
+        ("command_not_found", Cause.USER_INPUT, ("n1",)),
+        ("workdir_missing", Cause.USER_INPUT, ("n1",)),
+        ("stuck", Cause.NODE_FAULT, ("n1",)),
+        ("held", Cause.PLATFORM, ("n1",)),
+        ("rebooting", Cause.PLATFORM, ("n1",)),
+        ("expired", Cause.PLATFORM, ()),
     ],
 )
-def test_a_refusal_is_whose_fault(why: str, cause: Cause) -> None:
-    assert cause == diagnose(running(), LaunchRefused(1, (NodeRefusal("n1", why, "…"),))).cause
+def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, ...]) -> None:
+    diagnosis = diagnose(running(), LaunchRefused(1, (NodeRefusal("n1", why, "…"),)))
+    assert (diagnosis.cause, diagnosis.nodes) == (cause, suspects)
