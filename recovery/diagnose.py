@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal as signals
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -95,6 +94,8 @@ class _Readers:
     catalog: Catalog
     logs: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
     kernels: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    faults: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    echoes: dict[tuple[str, ...], bool] = field(default_factory=dict)
 
     def log(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
         if lines not in self.logs:
@@ -105,6 +106,21 @@ class _Readers:
         if lines not in self.kernels:
             self.kernels[lines] = read_kernel_log(lines, self.catalog)
         return self.kernels[lines]
+
+    def hardware(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
+        """What a kernel says against its own hardware, the gravest cause first."""
+        if lines not in self.faults:
+            roots = [found for found in self.kernel(lines) if found.role is Role.ROOT and found.cause in HARDWARE_CAUSES]
+            self.faults[lines] = tuple(sorted(roots, key=_gravity))
+        return self.faults[lines]
+
+    def is_echo(self, lines: tuple[str, ...]) -> bool:
+        """Whether words name the fault of a peer, and nothing in them one of their own."""
+        known = self.echoes.get(lines)
+        if known is None:
+            roles = {word.role for word in self.log(lines)}
+            known = self.echoes[lines] = Role.CASCADE in roles and Role.ROOT not in roles
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,26 +162,25 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
 
 def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: _Readers) -> Diagnosis | None:
     """What a node's kernel says against its own hardware beats every program's words: those are what the hardware made of it."""
-    found: list[tuple[int, RankExited | RanksVanished, Finding]] = []
-    heard: set[tuple[str, tuple[str, ...]]] = set()
+    heard: dict[tuple[str, tuple[str, ...]], RankExited | RanksVanished] = {}
     for one in witnesses:
-        # The ranks of a node bring the same log.
-        if one.kernel and (one.node, one.kernel) not in heard:
-            heard.add((one.node, one.kernel))
-            roots = [f for f in known.kernel(one.kernel) if f.role is Role.ROOT and f.cause in HARDWARE_CAUSES]
-            found += [(HARDWARE_CAUSES.index(finding.cause), one, finding) for finding in roots if finding.cause]
+        if one.kernel:
+            heard.setdefault((one.node, one.kernel), one)  # the ranks of a node bring the same log
+    found = [(one, faults) for one in heard.values() if (faults := known.hardware(one.kernel))]
     if not found:
         return None
     # The gravest first: an NVLink error on one node is often the shadow of a GPU that fell off the bus of another.
-    _, root, finding = min(found, key=lambda each: (each[0], each[1].at, each[1].node))
+    root, faults = min(found, key=lambda each: (_gravity(each[1][0]), each[0].at, each[0].node))
+    finding = faults[0]
     assert finding.cause is not None
-    alike = [(one, other) for _, one, other in found if other.cause is finding.cause]
+    alike = [(one, others) for one, others in found if others[0].cause is finding.cause]
+    gpus = (each.gpu for one, others in alike if one.node == root.node for each in others if each.cause is finding.cause)
     rank = root if isinstance(root, RankExited) else None
     return Diagnosis(
         finding.cause,
         f"{root.node}: {finding.because}{_more(len(witnesses) - 1 + more)}",
         nodes=tuple(dict.fromkeys((root.node, *(one.node for one, _ in alike))))[:NAMED],
-        gpus=tuple(dict.fromkeys(other.gpu for one, other in alike if one.node == root.node and other.gpu)),
+        gpus=tuple(dict.fromkeys(gpu for gpu in gpus if gpu)),
         ranks=(rank.rank,) if rank else (),
         code=finding.code,
         certainty=Certainty.CERTAIN,
@@ -175,21 +190,21 @@ def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: 
 
 
 def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
-    first = next((one for one in failed if not _is_echo(one, known)), None)
-    if first is None:
+    own = [one for one in failed if not _is_echo(one, known)]
+    if not own:
         return _of_cascades(failed, more, known)
+    first = own[0]
     others = _more(len(failed) - 1 + more)
     if _written(first) is None:
         return _of_exit(_read(first, known), others)
     # The first that arrived wrote an error file: then the one with the smallest timestamp in it is the root (torchelastic's rule).
-    dated = sorted((when, one.rank, one.node, one) for one in failed if (when := _written(one)) is not None)
-    index = next(index for index, (*_, one) in enumerate(dated) if not _is_echo(one, known))
-    when, _, _, root = dated[index]
+    dated = [(when, one.rank, one.node, one) for one in own if (when := _written(one)) is not None]
+    when, _, _, root = min(dated)
     diagnosis = _of_exit(_read(root, known), others)
     if diagnosis.cause is Cause.UNKNOWN:
         return diagnosis
-    near = itertools.takewhile(lambda each: each[0] - when < CLOCKS_AGREE, itertools.islice(dated, index + 1, None))
-    for rival in _rivals(root, (one for *_, one in near), known):
+    near = [each for each in dated if each[0] - when < CLOCKS_AGREE and _differs(each[-1], root)]
+    for rival in _rivals(each[-1] for each in sorted(near)):
         other = _of_exit(_read(rival, known), "")
         if other.cause in (diagnosis.cause, Cause.UNKNOWN):
             continue
@@ -206,18 +221,29 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
     return diagnosis
 
 
-def _rivals(root: RankExited, near: Iterable[RankExited], known: _Readers) -> list[RankExited]:
-    """The earliest few ranks of other nodes that wrote other words than the root, so shortly after that the clocks do not tell."""
+def _differs(one: RankExited, root: RankExited) -> bool:
+    """Whether a rank of another node wrote other words."""
+    return one.node != root.node and one.error is not None and root.error is not None and one.error.message != root.error.message
+
+
+def _rivals(near: Iterable[RankExited]) -> list[RankExited]:
+    """The earliest few that say each something else, so shortly after the root that the clocks do not tell."""
     rivals: list[RankExited] = []
-    heard = {root.error.message if root.error else ""}
+    heard: set[str] = set()
     for one in near:
-        if one.node == root.node or one.error is None or one.error.message in heard or _is_echo(one, known):
+        message = one.error.message if one.error else ""
+        if message in heard:
             continue
-        heard.add(one.error.message)
+        heard.add(message)
         rivals.append(one)
         if len(rivals) == RIVALS:
             break
     return rivals
+
+
+def _gravity(finding: Finding) -> int:
+    assert finding.cause is not None
+    return HARDWARE_CAUSES.index(finding.cause)
 
 
 def _written(one: RankExited) -> float | None:
@@ -332,8 +358,7 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
 
 def _is_echo(observation: RankExited, known: _Readers) -> bool:
     """Whether a rank's last words say that it failed because a peer did, and nothing in them names a fault of its own."""
-    words = known.log(_last_words(observation))
-    return any(word.role is Role.CASCADE for word in words) and not any(word.role is Role.ROOT for word in words)
+    return known.is_echo(_last_words(observation))
 
 
 def _last_words(observation: RankExited) -> tuple[str, ...]:
