@@ -148,7 +148,11 @@ class SimulatedBackend:
 
     async def diagnose(self, node: str, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
         order = {"id": id, "level": level, "within": within}
-        return await self._order(node, "diagnose", None, order, lambda one: one.machine.diagnose(id, level, within))
+        try:
+            return await self._order(node, "diagnose", None, order, lambda one: one.machine.diagnose(id, level, within))
+        except asyncio.CancelledError:
+            self._node(node).machine.hang_up(id)
+            raise
 
     async def reset_gpus(self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}

@@ -71,6 +71,8 @@ class Machine:
         self._gpus = gpus
         self._preparing = 0
         self._waiting: set[asyncio.Event] = set()
+        self._left: str | None = None
+        """The examination that nobody waits for any more."""
         self._kernel: list[tuple[float, str]] = []
         self._reboots: list[dict[str, Any]] = []
         """The node's own journal; it outlives every boot."""
@@ -189,16 +191,26 @@ class Machine:
             "reboots": self._reboots[-REBOOTS:],
         }
 
+    def hang_up(self, id: str) -> None:
+        """Nobody waits for this examination any more, which ends it, as a session's end does on a real node."""
+        if self.held is not None and (self.held.by, self.held.id) == ("diagnose", id):
+            self._left = id
+            self._wake()
+
     async def diagnose(self, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
         if refused := await self._take("diagnose", id):
             return refused
         with self._holding("diagnose", id) as ended:
+            self._left = None
             answer: dict[str, Any] = {"outcome": "done", "boot_id": self._node.boot_id}
             if self._gpus == 0:
                 answer["missing"] = health.NO_DCGMI
             else:
                 takes = math.inf if self._fails(DiagHangs) is not None else self._takes("diagnose")
-                await self._pass(min(takes, within))
+                await self._pass(min(takes, within), lambda: self._left == id)
+                if self._left == id:
+                    ended("closed")
+                    raise NoAnswer
                 # What a killed one had printed until then is nothing: it prints its document at the end.
                 code, stdout = health.diagnosed(self._gpus, level, self.sick) if takes <= within else (None, "")
                 answer |= {"exit_code": code, "stdout": stdout, "stderr": "", "took": min(takes, within)}
@@ -280,14 +292,14 @@ class Machine:
                 return one
         return None
 
-    async def _pass(self, seconds: float) -> None:
+    async def _pass(self, seconds: float, over_early: Callable[[], bool] = lambda: False) -> None:
         """Let time pass. Raises NoAnswer where the node went down meanwhile."""
         node, boot = self._node, self._node.boot
         over = asyncio.Event()
         end = node.clock.time() + seconds
         self._waiting.add(over)
         try:
-            while (left := end - node.clock.time()) > 0 and boot == node.boot and not node.down:
+            while (left := end - node.clock.time()) > 0 and boot == node.boot and not node.down and not over_early():
                 over.clear()
                 await wait_for(node.clock, over, left)
         finally:

@@ -124,7 +124,7 @@ async def test_when_the_worker_shuts_down_the_watch_is_handed_over_at_once() -> 
     with pytest.raises(ApplicationError) as handed:
         await watching
     assert handed.value.type == "HandOver"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert not [life for life in fleet.backend.lives if life.kind == "ended"]
 
 

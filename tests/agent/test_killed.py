@@ -90,7 +90,7 @@ def test_a_killed_keeper_takes_its_ranks_and_their_children_along(node: Node) ->
     keepers = {keeper, node.pid("supervisor"), node.session().pid}
     own = {pid for pid in others - keepers if b"RELAUNCH_TOKEN" in _environment(pid)}
     eventually(lambda: not any(map(alive, own)))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     because = watch.observation("KeeperDied")["because"]
     assert "[0, 1]" in because
     assert "end" in watch.rest()[-1]

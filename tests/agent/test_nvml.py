@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,12 +147,17 @@ def test_a_library_that_is_none_is_not_said_to_be_missing(probe: Ask, tmp_path: 
     assert probe(None)["unreadable"].startswith("libnvidia-ml.so.1 cannot be loaded: ")
 
 
+def words(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 @pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlDeviceGetMemoryInfo"])
 def test_nvml_that_hangs_hangs_no_probe_and_its_process_is_killed(probe: Ask, node: Node, function: str) -> None:
-    began = time.monotonic()
     assert probe(HEALTHY + f"hang {function}\n", within=4.0) == {"unreadable": "NVML did not answer within 2 s"}
-    assert time.monotonic() - began < 4.5
-    assert not [pid for pid in node.processes() if b"nvml" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") and alive(pid)]
+    assert not [pid for pid in node.processes() if b"nvml" in words(pid) and alive(pid)]
     assert node.order("list")["held"] is None  # type: ignore[index]
 
 

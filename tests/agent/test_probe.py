@@ -89,7 +89,7 @@ def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(monkeypatch: py
     monkeypatch.setattr(probe, "_write", lambda folder: time.sleep(100))
     began = time.monotonic()
     rows = probe._disks(tmp_path, 0.3)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     assert (rows[0]["writable"], rows[0]["because"]) == (False, "it did not answer within 0.3 s")
 
 

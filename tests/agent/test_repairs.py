@@ -73,7 +73,7 @@ def test_a_diagnosis_that_hangs_is_killed_when_its_time_is_over_and_all_that_it_
     install_tool(programs, "dcgmi", stdout="never", seconds=1000, stubborn=True, children=2)
     began = time.monotonic()
     answer = done(node.order("diagnose", **diagnosis(within=2.0)))
-    assert 1.0 < time.monotonic() - began < 6
+    assert 1.0 < time.monotonic() - began < 30
     assert (answer["exit_code"], answer["stdout"]) == (None, "")
     assert len(pids(programs, "dcgmi")) == 3
     eventually(lambda: not any(map(alive, pids(programs, "dcgmi"))))
@@ -208,7 +208,7 @@ def test_nvml_that_hangs_is_in_the_way_of_no_reboot(node: Node, programs: Path, 
     before = boot_id(node.state)
     began = time.monotonic()
     done(node.order("reboot", **node.rebooting()))
-    assert time.monotonic() - began < 6, "whoever orders it waits ten seconds"
+    assert time.monotonic() - began < 10, "whoever orders it waits ten seconds"
     eventually(lambda: boot_id(node.state) != before)
 
 

@@ -57,8 +57,8 @@ async def boot_id(backend: Backend) -> str:
 
 async def eventually(look: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE):
-        while not await look():
-            continue
+        while not await look():  # noqa: ASYNC110  (a node tells nobody)
+            await asyncio.sleep(0.02)
 
 
 async def held(backend: Backend) -> Any:
@@ -144,6 +144,22 @@ async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launche
     assert not diagnosing.done()
     answer = done(await diagnosing)
     assert answer["exit_code"] is None and read_diag(answer["stdout"], None, level=2).verdict is Verdict.UNKNOWN
+    await launch(fleet)
+
+
+async def test_a_diagnosis_that_nobody_waits_for_any_more_ends_and_frees_the_node(make: Make) -> None:
+    fleet = make(Tools(diag="hangs"))
+    diagnosing = asyncio.create_task(fleet.backend.diagnose("n1", "r1", 2, 600.0))
+
+    async def is_held() -> bool:
+        return await held(fleet.backend) is not None
+
+    async def is_free() -> bool:
+        return not await is_held()
+
+    await eventually(is_held)
+    diagnosing.cancel()
+    await eventually(is_free)
     await launch(fleet)
 
 

@@ -80,7 +80,9 @@ class Job:
             state = await self.state()
             if holds(state):
                 return state
-            assert asyncio.get_running_loop().time() < deadline, f"never {what or 'so'}: {state.phase} because {state.because}; {state}"
+            assert asyncio.get_running_loop().time() < deadline, (
+                f"never {what or 'so'}: {state.phase} because {state.because}; {state.incidents}"
+            )
             await asyncio.sleep(0.05)
 
     async def until_phase(self, phase: Phase, generation: int | None = None) -> JobState:
