@@ -16,6 +16,8 @@ from recovery.events import (
     Launched,
     LaunchFailed,
     LaunchRefused,
+    LeaveAsked,
+    LeaveDue,
     MessageRejected,
     NodeDeclaredDead,
     NodeReturned,
@@ -65,17 +67,17 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case NodesAcquired() if job.phase is Phase.LAUNCHING:
             return Ignore("the launch goes on, for the reason it was decided for")
         case NodesAcquired():
-            return Wait(
-                Phase.LAUNCHING, f"enough nodes answer: {_names(tuple(slot.node for slot in event.slots))}", next="ranks are started"
-            )
+            return Wait(Phase.LAUNCHING, f"there are nodes: {_names(tuple(slot.node for slot in event.slots))}", next="ranks are started")
         case NodesMissing(hopeless=True):
             return Stop(Phase.FAILED, event.because, exit_code=2)
         case NodesMissing():
-            until = now + job.policy.timeouts.answer_within
+            # The fleet says it again when something has changed; the wait is the same one.
+            waits = job.phase is Phase.WAITING_FOR_NODES and job.next.at is not None
+            until = job.next.at if waits else now + job.policy.timeouts.answer_within
             return Wait(
                 Phase.WAITING_FOR_NODES,
                 event.because,
-                next="ranks are launched as soon as enough nodes answer; after the deadline a person is asked",
+                next="ranks are launched as soon as the fleet has enough nodes for it; after the deadline a person is asked",
                 until=until,
             )
         case Launched():
@@ -114,6 +116,11 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
         case NodeDeclaredDead():
             return _on_declared_dead(job, event, now)
+        case LeaveDue() if job.phase is Phase.RUNNING and (leaving := next((n for n in job.leaving if n.node == event.node), None)):
+            why = f"{leaving.by or 'a person'} wants {leaving.node}" + (f": {leaving.because}" if leaving.because else "")
+            return Relaunch(job.generation + 1, why, without=(leaving.node,))
+        case LeaveAsked() | LeaveDue():
+            return Ignore("the next launch leaves that node, where it is one of this job's")
         case ProgressSeen() | RanksFound() | RanksStopped() | RepairAsks() | PolicyChanged() | IncidentsArchived() | MessageRejected():
             return Ignore(f"{event.kind} asks for nothing")
         case _:
@@ -200,7 +207,7 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             )
         case Phase.WAITING_FOR_NODES:
             return Ask(
-                f"not enough nodes answered within {duration(job.policy.timeouts.answer_within)}",
+                f"the fleet had not enough nodes for it within {duration(job.policy.timeouts.answer_within)}: {job.because}",
                 question="add nodes and `retry`, or `cancel`?",
             )
         case Phase.WAITING_FOR_PERSON if job.lost:

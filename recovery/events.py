@@ -112,7 +112,7 @@ class RanksFound:
 class NodesMissing:
     because: str
     hopeless: bool = False
-    """No wait can help: the fleet has fewer nodes than the job asks for."""
+    """No wait can help: the fleet has fewer nodes than the job asks for, or there is no such fleet."""
     kind: Literal["NodesMissing"] = "NodesMissing"
 
 
@@ -301,6 +301,25 @@ class NodeDeclaredDead:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """Somebody wants a node for maintenance."""
+
+    node: str
+    because: str
+    by: str
+    until: datetime
+    kind: Literal["LeaveAsked"] = "LeaveAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveDue:
+    """The time until which the job should have left a node by itself is over."""
+
+    node: str
+    kind: Literal["LeaveDue"] = "LeaveDue"
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyChanged:
     policy: Policy
     because: str
@@ -348,6 +367,8 @@ Event = Annotated[
     | CancelRequested
     | RetryRequested
     | NodeDeclaredDead
+    | LeaveAsked
+    | LeaveDue
     | PolicyChanged
     | IncidentsArchived
     | MessageRejected,

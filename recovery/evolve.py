@@ -18,6 +18,7 @@ from recovery.events import (
     Launched,
     LaunchFailed,
     LaunchRefused,
+    LeaveAsked,
     MessageRejected,
     NodeDeclaredDead,
     NodeReturned,
@@ -47,6 +48,7 @@ from recovery.model import (
     Ignore,
     Incident,
     JobState,
+    Leaving,
     LostNode,
     Next,
     Phase,
@@ -73,7 +75,8 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         return job
     match event:
         case NodesAcquired():
-            return replace(job, slots=event.slots)
+            used = {slot.node for slot in event.slots}
+            return replace(job, slots=event.slots, leaving=tuple(one for one in job.leaving if one.node in used))
         case RanksFound():
             return replace(job, maybe_alive=tuple(dict.fromkeys((*job.maybe_alive, *event.nodes))))
         case Launched():
@@ -131,6 +134,11 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
                 lost=tuple(lost for lost in job.lost if lost.node not in gone),
                 incident=incident,
             )
+        case LeaveAsked() if event.node in {slot.node for slot in job.slots}:
+            others = tuple(one for one in job.leaving if one.node != event.node)
+            job = replace(job, leaving=(*others, Leaving(event.node, event.because, event.by, event.until)))
+            until = event.until.isoformat(timespec="minutes")
+            return _notice(job, f"{event.by or 'a person'} wants {event.node} by {until}" + (f": {event.because}" if event.because else ""))
         case NodeDeclaredDead():
             job = replace(
                 job,
@@ -163,7 +171,8 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
     match decision:
         case Relaunch():
             known = {avoided.node for avoided in job.avoided}
-            avoided = (*job.avoided, *(Avoided(node, decision.because, now) for node in decision.avoid if node not in known))
+            by_rung = decision.take is not None
+            avoided = (*job.avoided, *(Avoided(node, decision.because, now, by_rung) for node in decision.avoid if node not in known))
             if decision.renew_budgets:
                 job = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
             if decision.take is not None:
@@ -259,6 +268,7 @@ def resubmit(
         next=Next("nodes are acquired"),
         generation=0,
         slots=(),
+        leaving=(),
         lost=(),
         owed=None,
         recovering=None,

@@ -219,6 +219,8 @@ class Slot:
     """How many nodes have filled this place (ModelArts' MA_SCHEDULE_CNT)."""
     started: int = 0
     """How often ranks were started on this node in this place (MA_PROC_START_CNT)."""
+    gpus: tuple[int, ...] = ()
+    """The job's share of the node, by index; empty: no part in particular."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,19 @@ class Avoided:
     node: str
     because: str
     at: datetime
+    isolated: bool = False
+    """A fault said so, not a person: the evidence is against the node, and the fleet hears of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A node that the job was asked to leave, for maintenance."""
+
+    node: str
+    because: str
+    by: str
+    until: datetime
+    """When it leaves by itself; sooner where it is launched anew anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +366,7 @@ class JobState:
     recovering: Recovering | None = None
     """From the decision to examine or to repair until the next launch is decided."""
     avoided: tuple[Avoided, ...] = ()
+    leaving: tuple[Leaving, ...] = ()
     tries: tuple[Try, ...] = ()
     """Newest last. Which of them count is each rung's matter."""
     restarts_spent: int = 0

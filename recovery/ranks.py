@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recovery.fleet_model import Place
 from recovery.model import Slot, Token
 from recovery.spec import JobSpec
 
@@ -47,26 +48,37 @@ def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[
             "RELAUNCH_NODE": slot.node,
             "MA_SCHEDULE_CNT": str(slot.scheduled),
             "MA_PROC_START_CNT": str(slot.started),
+            # Where the node is shared, each job sees its own GPUs, from 0. The driver's own order is the one of the PCI bus.
+            **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if slot.gpus else {}),
         }
         for local_rank, rank in enumerate(ranks_of(group_rank, spec))
     )
 
 
-def seat(slots: tuple[Slot, ...], nodes: tuple[tuple[str, str], ...], *, anew: bool = False) -> tuple[Slot, ...]:
+def seat(slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = False) -> tuple[Slot, ...]:
     """Count who sits where: the same node in its place is started once more, another one is scheduled there.
 
     Args:
         slots: the places as they were, empty before the first launch.
-        nodes: (name, address) by group rank, for the next launch.
+        places: by group rank, for the next launch.
         anew: All places are given anew, so that a node which is given its place again counts as another one.
     """
     seated = []
-    for index, (name, address) in enumerate(nodes):
+    for index, place in enumerate(places):
         before = slots[index] if index < len(slots) else None
         if before is None:
-            seated.append(Slot(name, address, scheduled=1, started=1))
-        elif before.node == name and not anew:
-            seated.append(Slot(name, address, before.scheduled, before.started + 1))
+            seated.append(Slot(place.node, place.address, 1, 1, place.gpus))
+        elif before.node == place.node and not anew:
+            seated.append(Slot(place.node, place.address, before.scheduled, before.started + 1, place.gpus))
         else:
-            seated.append(Slot(name, address, before.scheduled + 1, 1))
+            seated.append(Slot(place.node, place.address, before.scheduled + 1, 1, place.gpus))
     return tuple(seated)
+
+
+def keep_places(slots: tuple[Slot, ...], granted: tuple[Place, ...]) -> tuple[Place, ...]:
+    """Put granted places into the order of group ranks: who had a place keeps it, the others fill the gaps."""
+    had = {slot.node for slot in slots}
+    kept = {place.node: place for place in granted}
+    newcomers = iter([place for place in granted if place.node not in had])
+    padded: list[str | None] = [*(slot.node for slot in slots[: len(granted)]), *([None] * (len(granted) - len(slots)))]
+    return tuple(kept[name] if name in kept else next(newcomers) for name in padded)

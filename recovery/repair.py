@@ -32,6 +32,7 @@ from recovery.repair_state import (
     OrderDone,
     OrderRefused,
     Outcome,
+    Permitted,
     Probe,
     Probed,
     Reboot,
@@ -58,6 +59,7 @@ __all__ = [
     "NoAnswer",
     "OrderDone",
     "OrderRefused",
+    "Permitted",
     "Probe",
     "Probed",
     "Reboot",
@@ -158,6 +160,8 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
             return _out_of_time(state, now)
         case Answered() if state.stage is Stage.ASKING:
             return _answered(state, fact, now)
+        case Permitted() if state.stage is Stage.ORDERING:
+            return _permitted(state, fact, now)
         case Probed() if state.stage in (Stage.LOOKING, Stage.PROVING, Stage.EXAMINING):
             return _probed(state, fact, catalog, now)
         case NoAnswer() if state.stage is Stage.DIAGNOSING:
@@ -174,7 +178,7 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
             return _done(_sent(state, now), fact.answer, now)
         case OrderRefused() if ordered:
             return _refused(_sent(state, now), fact, now)
-        case DeadlinePassed() | Answered() | Probed() | NoAnswer() | Diagnosed() | OrderDone() | OrderRefused():
+        case DeadlinePassed() | Answered() | Permitted() | Probed() | NoAnswer() | Diagnosed() | OrderDone() | OrderRefused():
             return state
         case _:
             assert_never(fact)
@@ -227,6 +231,15 @@ def _answered(state: RepairState, fact: Answered, now: datetime) -> RepairState:
     # Hours may have passed since the node was looked at.
     state = replace(state, approved_by=who, stage=Stage.LOOKING, ask_until=None)
     return _noted(state, now, fact.kind, f"{who} approved{why}")
+
+
+def _permitted(state: RepairState, fact: Permitted, now: datetime) -> RepairState:
+    because = text(fact.because) or "no reason given"
+    if not fact.allowed:
+        return _ended(state, now, "refused", f"fleet {state.fleet} does not let it {order_of(state)}: {because}")
+    # The answer took its time, and somebody may have begun to use the node.
+    stage = Stage.PROVING if state.attempts else Stage.LOOKING
+    return _noted(replace(state, stage=stage), now, fact.kind, f"fleet {state.fleet} lets it {order_of(state)}: {because}")
 
 
 # --- from the order to its proof

@@ -220,6 +220,15 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class Permitted:
+    """What the fleet said to the order that is due. A leave that came at once needs no such fact: the order is given."""
+
+    allowed: bool
+    because: str
+    kind: Literal["Permitted"] = "Permitted"
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlinePassed:
     """Nobody has answered in time, or the repair's own time is over."""
 
@@ -233,5 +242,6 @@ class CancelAsked:
 
 
 Fact = Annotated[
-    Probed | NoAnswer | Diagnosed | OrderDone | OrderRefused | Slept | Answered | DeadlinePassed | CancelAsked, Field(discriminator="kind")
+    Probed | NoAnswer | Diagnosed | OrderDone | OrderRefused | Slept | Answered | Permitted | DeadlinePassed | CancelAsked,
+    Field(discriminator="kind"),
 ]

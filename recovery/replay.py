@@ -31,6 +31,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
+from recovery.fleet_model import Place
 from recovery.model import Ask, Decision, Examine, ExaminedNode, JobState, Phase, Relaunch, Repair, Stop, Wait
 from recovery.policy import Policy
 from recovery.ranks import seat
@@ -230,7 +231,7 @@ def _consequences(
     return ()
 
 
-def _places(job: JobState, decision: Relaunch) -> tuple[tuple[str, str], ...]:
+def _places(job: JobState, decision: Relaunch) -> tuple[Place, ...]:
     """The nodes that are kept, then n1, n2, … as far as they are neither left out nor isolated: spares never run out here."""
     excluded = {*decision.without, *(avoided.node for avoided in job.avoided)}
     kept = [slot.node for slot in job.slots if slot.node not in excluded] if decision.keep_nodes else []
@@ -239,4 +240,4 @@ def _places(job: JobState, decision: Relaunch) -> tuple[tuple[str, str], ...]:
         number += 1
         if (node := f"n{number}") not in excluded and node not in kept:
             kept.append(node)
-    return tuple((node, node) for node in kept)
+    return tuple(Place(node, node) for node in kept)

@@ -57,6 +57,16 @@ def _not_negative(value: timedelta) -> timedelta:
     return value
 
 
+def _share(value: int | str) -> int | str:
+    """A number of nodes, or a share of them such as 25%."""
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError(f"{value} is not a limit: 1 or more nodes, or a share of them such as 25%")
+    elif not re.fullmatch(r"(100|[1-9]?[0-9])%", value):
+        raise ValueError(f"{value!r} is not a share: write it like 25%")
+    return value
+
+
 Name = Annotated[str, AfterValidator(parse_name)]
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
 
@@ -212,9 +222,20 @@ class FleetNode(Strict):
 
 
 class FleetLimits(Strict):
-    repairs_at_once: int | str | None = None
-    nodes_out: int | str | None = None
-    reboots_per_hour: int | None = None
+    """What keeps one mistake from taking a whole fleet down. A share is of the fleet's nodes, rounded down, and at least one."""
+
+    repairs_at_once: Annotated[int | str, AfterValidator(_share)] = 2
+    nodes_out: Annotated[int | str, AfterValidator(_share)] = "25%"
+    """Suspect, in repair or quarantined by relaunch itself; one more opens the breaker. What a person quarantined does not count."""
+    reboots_per_hour: int = Field(default=10, ge=1)
+    """One more opens the breaker."""
+    replacement_wait: Duration = timedelta(minutes=10)
+    """How long two jobs that each hold nodes and wait for more may stand in each other's way, before one gives way."""
+
+    def of(self, limit: Literal["repairs_at_once", "nodes_out"], nodes: int) -> int:
+        """The limit as a number of nodes, for a fleet of so many."""
+        value = self.repairs_at_once if limit == "repairs_at_once" else self.nodes_out
+        return value if isinstance(value, int) else max(1, nodes * int(value.removesuffix("%")) // 100)
 
 
 class SshOptions(Strict):

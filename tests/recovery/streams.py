@@ -42,6 +42,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
+from recovery.fleet_model import Place
 from recovery.model import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
 from recovery.policy import Policy, Strategy
 from recovery.ranks import seat
@@ -191,7 +192,7 @@ class Run:
             places = tuple(node if node is not None else next(taken) for node in kept)
         if set(self.job.maybe_alive) - set(places):
             yield RanksStopped(decision.generation - 1, self.job.maybe_alive, self.now)
-        yield NodesAcquired(seat(self.job.slots, tuple((node, f"10.0.0.{node[1:]}") for node in places)))
+        yield NodesAcquired(seat(self.job.slots, tuple(Place(node, f"10.0.0.{node[1:]}") for node in places)))
         generation, node = decision.generation, self.choice.among(places)
         match self._answer("launch", ("well", "well", "well", "well", "failed", "refused")):
             case "failed":
@@ -282,7 +283,7 @@ class Run:
         node, other = choice.among(INVENTORY[:4]), choice.among(INVENTORY)
         made: tuple[Event, ...] = (
             Submitted("", "ada"),
-            NodesAcquired(seat(self.job.slots, tuple((name, name) for name in INVENTORY[: self.job.spec.node_count]))),
+            NodesAcquired(seat(self.job.slots, tuple(Place(name, name) for name in INVENTORY[: self.job.spec.node_count]))),
             RanksFound((node, other)),
             NodesMissing("too few nodes answer", choice.once_in(20)),
             Launched(generation, self.now, self.now),

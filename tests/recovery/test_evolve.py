@@ -20,12 +20,13 @@ from recovery.events import (
     PolicyChanged,
     ProgressSeen,
     RanksFound,
+    RepairAsks,
     RepairEnded,
     StepReached,
     Submitted,
 )
 from recovery.evolve import KEPT_DECISIONS, changed_keys
-from recovery.model import JobState, Progress
+from recovery.model import Ignore, JobState, Progress
 from recovery.policy import Strategy
 from tests.recovery.builders import (
     T0,
@@ -169,7 +170,7 @@ def failing() -> JobState:
             lambda: walk(new_job(), (this(Submitted("", "ada")), "LAUNCH"), (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES")),
             this(DeadlinePassed()),
             "ASK",
-            "not enough nodes answered within 1d",
+            "the fleet had not enough nodes for it within 1d",
             id="nodes that never came",
         ),
         pytest.param(
@@ -203,3 +204,10 @@ def test_a_node_that_a_person_declares_dead_may_not_be_alive_any_more() -> None:
     job, decision = step(job, NodeDeclaredDead("n3", "", ""))
     assert (told(decision), job.lost, job.maybe_alive) == ("REPLACE_NODE without n3", (), ("n1", "n2"))
     assert job.notices == ("a person declared n3 dead",)
+
+
+def test_a_repair_that_waits_for_a_person_says_so_on_the_page_of_the_job_that_waits_for_it() -> None:
+    asks = RepairAsks("n2", "may n2 be treated with RESET_GPU?", at(600))
+    job, decision = step(repairing(), asks)
+    assert isinstance(decision, Ignore) and (job.next.what, job.next.at) == ("may n2 be treated with RESET_GPU?", at(600))
+    assert step(running(), asks)[0].next == running().next, "whoever waits for no repair is asked nothing"

@@ -26,6 +26,7 @@ from recovery.repair import (
     NoAnswer,
     OrderDone,
     OrderRefused,
+    Permitted,
     Probe,
     Probed,
     Reboot,
@@ -183,6 +184,31 @@ def test_a_clock_that_is_wrong_forgets_no_reboot(wall: Any) -> None:
 def test_who_only_observes_is_told_what_would_have_been_done() -> None:
     expected = "repairs: observe; it would have been allowed to reboot n2: Xid 79 on GPU 0000:05:00"
     assert refusal(then(repair(mode="observe", approved_by="ada"), SAME)) == expected
+
+
+def test_what_the_fleet_does_not_permit_is_refused_in_its_words() -> None:
+    because = "fleet gpus does not let it reboot n2: the breaker of fleet gpus is open"
+    assert refusal(then(repair(), SAME, Permitted(False, "the breaker of fleet gpus is open"))) == because
+    assert refusal(then(reset(), SAME, Permitted(False, ""))) == "fleet gpus does not let it reset GPU 0000:05:00 of n2: no reason given"
+
+
+def test_a_node_is_looked_at_again_where_the_fleet_took_its_time() -> None:
+    state = told(repair(mode="ask", approved_by="ada"), SAME, Permitted(True, "1 of 2 repairs"))
+    assert isinstance(next_step(state, at(0)), Probe) and state.log[-1].because == "fleet gpus lets it reboot n2: 1 of 2 repairs"
+    assert isinstance(then(state, SAME), Reboot)
+    assert "in use: job llama" in refusal(then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}]))))
+    assert isinstance(then(state, BOOTED), Diagnose), "it has rebooted meanwhile"
+
+
+def test_before_a_second_order_that_the_fleet_permits_late_the_node_is_asked_about_the_first() -> None:
+    state = told(reset(), SAME, NoAnswer("x"), Slept(), SAME, Permitted(True, "1 of 2 repairs"))
+    assert state.stage is Stage.PROVING
+    assert isinstance(then(state, SAME), ResetGpus)
+
+
+def test_a_permission_for_nothing_that_is_due_changes_nothing() -> None:
+    for state in (repair(), told(repair(), SAME, REBOOT_OK), told(repair(mode="ask"), SAME)):
+        assert told(state, Permitted(False, "no"), Permitted(True, "yes")) == state
 
 
 def test_a_reboot_that_this_repair_ordered_in_a_former_life_is_not_ordered_again() -> None:
@@ -540,6 +566,7 @@ async def test_the_largest_state_is_small_and_goes_through_temporal() -> None:
         OrderRefused("busy", "x", None),
         Slept(),
         Answered(True, "ada", ""),
+        Permitted(True, "x"),
         DeadlinePassed(),
         CancelAsked("x"),
     ],

@@ -28,6 +28,7 @@ from recovery.repair import (
     NoAnswer,
     OrderDone,
     OrderRefused,
+    Permitted,
     Probe,
     Probed,
     Reboot,
@@ -85,7 +86,16 @@ ORDERED: tuple[Fact, ...] = (
     OrderRefused("boot_changed", "it says", None),
     OrderRefused("busy", "a job"),
 )
-STRAY: tuple[Fact, ...] = (*ORDERED, Slept(), Answered(True, "eve", ""), DeadlinePassed(), NoAnswer("?"), Diagnosed(diag()))
+STRAY: tuple[Fact, ...] = (
+    *ORDERED,
+    Permitted(True, "?"),
+    Permitted(False, "?"),
+    Slept(),
+    Answered(True, "eve", ""),
+    DeadlinePassed(),
+    NoAnswer("?"),
+    Diagnosed(diag()),
+)
 
 
 class Choice:
@@ -156,6 +166,10 @@ class Story:
                 return step
             assert self.now < self.state.deadline
             if isinstance(step, ResetGpus | Reboot):
+                if self.choice.once_in(10):
+                    self.now += timedelta(seconds=self.choice.among((6, 60)))
+                    self._learn(Permitted(not self.choice.once_in(3), "1 of 2 repairs"))
+                    continue
                 self._may_be_given(step)
             fact = self._answer(step)
             self._learn(fact)
@@ -242,7 +256,7 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
 
 
 def test_the_stories_reach_every_end() -> None:
-    stories = [Story(number) for number in range(600)]
+    stories = [Story(number) for number in range(900)]
     ends = {(story.told().outcome, story.state.strategy, len(story.orders)) for story in stories}
     for strategy in (Strategy.RESET_GPU, Strategy.REBOOT_NODE):
         assert {("done", strategy, 0), ("done", strategy, 1), ("refused", strategy, 0), ("refused", strategy, 1)} <= ends

@@ -13,6 +13,7 @@ import pytest
 from recovery.annotations import annotated
 from recovery.causes import Cause
 from recovery.events import DeadlinePassed, FaultObserved, LaunchFailed, NodesAcquired, RanksVanished, StepReached
+from recovery.fleet_model import Place
 from recovery.model import JobState, Phase, Relaunch, Slot
 from recovery.policy import Policy, preset, resolve
 from recovery.ranks import rank_environments, seat
@@ -266,7 +267,7 @@ def counters(slots: tuple[Slot, ...]) -> list[tuple[str, str]]:
 
 
 def test_s4_9_a_place_counts_its_nodes_and_the_starts_on_each() -> None:
-    first, second, spare = ("n1", "10.0.0.1"), ("n2", "10.0.0.2"), ("n3", "10.0.0.3")
+    first, second, spare = (Place(f"n{number}", f"10.0.0.{number}") for number in (1, 2, 3))
     slots = seat((), (first, second))
     assert counters(slots) == [("1", "1"), ("1", "1")]
     slots = seat(slots, (first, second))
@@ -282,7 +283,7 @@ def test_s4_9_a_job_that_is_scheduled_anew_is_so_in_every_place_even_where_a_nod
     before = job()
     after, decision = step(before, died(1)(before))
     assert isinstance(decision, Relaunch) and not decision.keep_nodes
-    slots = seat(after.slots, (("n1", "10.0.0.1"), ("n2", "10.0.0.2")), anew=not decision.keep_nodes)
+    slots = seat(after.slots, (Place("n1", "10.0.0.1"), Place("n2", "10.0.0.2")), anew=not decision.keep_nodes)
     assert counters(slots) == [("2", "1"), ("2", "1")]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from recovery.spec import Duration, FleetSpec, JobSpec, duration
+from recovery.spec import Duration, FleetLimits, FleetSpec, JobSpec, duration
 from tests.recovery.builders import spec
 
 FLEET: dict[str, Any] = {"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", "address": "10.0.0.1"}]}
@@ -195,3 +195,26 @@ def test_what_is_no_duration_is_refused_with_a_sentence(written: Any, expected: 
 def test_what_is_not_written_as_a_duration_at_all_is_left_to_pydantic_to_refuse(written: Any) -> None:
     with pytest.raises(ValidationError):
         DURATION.validate_python(written)
+
+
+@pytest.mark.parametrize(
+    ("limit", "nodes", "number"), [(3, 100, 3), ("25%", 100, 25), ("25%", 7, 1), ("25%", 2, 1), ("0%", 10, 1), ("100%", 8, 8)]
+)
+def test_a_limit_is_a_number_of_nodes_or_a_share_of_them_and_at_least_one(limit: int | str, nodes: int, number: int) -> None:
+    limits = FleetLimits.model_validate({"nodes_out": limit, "repairs_at_once": limit})
+    assert (limits.of("nodes_out", nodes), limits.of("repairs_at_once", nodes)) == (number, number)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, "0 is not a limit: 1 or more nodes, or a share of them such as 25%"),
+        (-1, "-1 is not a limit: 1 or more nodes, or a share of them such as 25%"),
+        ("half", "'half' is not a share: write it like 25%"),
+        ("110%", "'110%' is not a share: write it like 25%"),
+    ],
+)
+def test_what_is_no_limit_is_refused_with_a_sentence(limit: int | str, expected: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        FleetLimits.model_validate({"nodes_out": limit})
+    assert ("nodes_out", expected) == refusal(error)

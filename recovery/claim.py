@@ -1,0 +1,68 @@
+"""What a job says to its fleet: what it wants and has, and what it knows against its nodes. Read off the job's state, nothing more."""
+
+from __future__ import annotations
+
+from recovery.causes import HARDWARE_CAUSES
+from recovery.fleet_model import Claim, Place, Suspect
+from recovery.model import Incident, JobState, Phase
+
+SUSPECTS_TOLD = 8
+"""The newest: a job of many faults says each of them again with every claim."""
+SUSPECTS_OF_ONE = 4
+"""When a rack goes as a whole, the fleet sees for itself that it does not answer."""
+
+
+def claim(job: JobState, seq: int, *, keep: tuple[str, ...] = (), avoid: tuple[str, ...] = (), queue: bool = False) -> Claim:
+    """The job wants its nodes, goes on with `keep`, and has whatever its ranks may still live on."""
+    return _claim(job, seq, job.spec.node_count, keep, avoid, running=not queue and bool(job.slots))
+
+
+def give_back(job: JobState, seq: int) -> Claim:
+    """The job wants nothing for now, or for ever; it has what its ranks may still live on."""
+    return _claim(job, seq, 0, (), (), running=False)
+
+
+def _claim(job: JobState, seq: int, nodes: int, keep: tuple[str, ...], avoid: tuple[str, ...], *, running: bool) -> Claim:
+    shares = {slot.node: slot for slot in job.slots}
+    held = tuple(dict.fromkeys((*keep, *job.maybe_alive)))
+    return Claim(
+        job=job.name,
+        submission=job.submission,
+        seq=seq,
+        nodes=nodes,
+        gpus=job.spec.gpus_per_node,
+        priority=job.spec.priority,
+        since=job.submitted_at,
+        running=running,
+        keep=keep,
+        holds=tuple(Place(node, shares[node].address, shares[node].gpus) if node in shares else Place(node) for node in held),
+        avoid=avoid,
+        suspects=suspects(job),
+    )
+
+
+def suspects(job: JobState) -> tuple[Suspect, ...]:
+    """The nodes that this job's newest incidents name, each with the evidence."""
+    isolated = {avoided.node for avoided in job.avoided if avoided.isolated}
+    incidents = (*job.incidents, job.incident) if job.incident else job.incidents
+    found = [
+        Suspect(
+            node=node,
+            at=incident.opened,
+            generation=incident.generation,
+            cause=incident.cause,
+            because=incident.because,
+            code=incident.code,
+            gpus=incident.gpus if index == 0 else (),
+            isolate=node in isolated or _is_left_broken(job, incident),
+        )
+        for incident in incidents
+        for index, node in enumerate(incident.nodes[:SUSPECTS_OF_ONE])
+    ]
+    return tuple(found[-SUSPECTS_TOLD:])
+
+
+def _is_left_broken(job: JobState, incident: Incident) -> bool:
+    """Whether the job ended by it, with nothing repaired: the next job would meet the same."""
+    ended_by_it = job.ending is not None and job.ending.phase is Phase.FAILED and incident.closed is None
+    return ended_by_it and incident.cause in HARDWARE_CAUSES

@@ -1,0 +1,306 @@
+"""Who is on which node, what is free, and which nodes one claim could have. Whose turn it is, `allocate` says.
+
+It remembers nothing: it is drawn anew from the state each time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from recovery.fleet_model import Claim, ClaimRecord, FleetState, Living, NodeRecord, Place, Standing
+
+FRESH = timedelta(seconds=10)
+"""How long a node that answered counts as answering: a launch follows a grant within a second or two."""
+LOOK_AGAIN = timedelta(seconds=2)
+"""At a node that did not answer, or is at work, while somebody waits for it."""
+GIVEN_UP = timedelta(minutes=10)
+"""A node that has been silent for so long is not waited for, and others get what a large claim would leave free meanwhile."""
+Key = tuple[bool, int, int, int]
+"""Spare, how much it is liked (less is more), free GPUs, GPUs: nodes of one key are as good as each other."""
+NOWHERE: Key = (False, 0, -1, -1)
+Shape = tuple[int, bool, frozenset[str]]
+"""What a claim can use: GPUs on each node, spares too, none of these."""
+
+
+def look_gap(record: NodeRecord, now: datetime) -> timedelta:
+    """How long after a look that found it silent the next one is worth it: a node that has been away for long is back at any time."""
+    silent = now - record.silent_since if record.silent_since else timedelta(0)
+    return max(LOOK_AGAIN, silent / 10)
+
+
+def is_due(record: NodeRecord, now: datetime) -> bool:
+    """Whether to look at it again for somebody who waits; not while the answer to the last look may still come."""
+    gap = look_gap(record, now)
+    times = (record.looked_at, record.asked_at)
+    return all(at is None or now - at >= gap for at in times)
+
+
+@dataclass(slots=True)
+class Chosen:
+    """What a claim can have now."""
+
+    kept: list[int]
+    new: list[int]
+    missing: int
+    """Beyond both."""
+    looks: list[int] = field(default_factory=list)
+    """Nodes that have to be looked at before it can have more."""
+    hopeful: bool = False
+    """These may be enough."""
+
+
+class Board:
+    """Who is on which node, and what is free. Grants change it."""
+
+    def __init__(self, state: FleetState, now: datetime) -> None:
+        self.state = state
+        self.now = now
+        self.nodes = state.nodes
+        self.index = {node.name: index for index, node in enumerate(state.nodes)}
+        self.holders: dict[int, dict[str, tuple[int, ...]]] = {}
+        """By node: who is on it, and with which GPUs."""
+        self.contested: set[tuple[int, str]] = set()
+        """Who says that it has what another one has: it spoke so late that a fleet which was started anew gave it away."""
+        self.living: dict[str, list[tuple[int, Living]]] = {}
+        """By job: where ranks of it live."""
+        self.reserved: dict[Shape, str] = {}
+        """What is kept free for whom."""
+        self._free: dict[Key, list[int]] = {}
+        self._doubtful: dict[Key, list[int]] = {}
+        """They would be free if they answered, or if who lives there were gone."""
+        self._where: dict[int, tuple[dict[Key, list[int]], Key]] = {}
+        self._eventual = Counter[tuple[bool, int]]()
+        self._in_file = Counter[tuple[bool, int]]()
+        for record in state.claims:
+            for place in record.places:
+                if (node := self.index.get(place.node)) is not None:
+                    if node in self.holders and not set(place.gpus or self._all(node)) <= set(self.free_gpus(node)):
+                        self.contested.add((node, record.claim.job))
+                    self.holders.setdefault(node, {})[record.claim.job] = place.gpus
+        for node, one in enumerate(self.nodes):
+            for living in one.look.living if one.look else ():
+                self.living.setdefault(living.job, []).append((node, living))
+            if not one.gone:
+                self._in_file[one.spec.spare, one.spec.gpus] += 1
+            if self._is_eventual(one):
+                self._eventual[one.spec.spare, one.spec.gpus] += 1
+            self._put(node)
+
+    # --- nodes
+
+    def free_gpus(self, node: int, job: str = "") -> tuple[int, ...]:
+        """Which GPUs nobody but this job may have."""
+        free = set(self._all(node))
+        for holder, gpus in self.holders.get(node, {}).items():
+            if holder != job:
+                free.difference_update(gpus or self._all(node))
+        return tuple(sorted(free))
+
+    def _all(self, node: int) -> range:
+        return range(self.nodes[node].spec.gpus)
+
+    def is_lived_on(self, node: int, job: str = "") -> bool:
+        """By ranks of others, that nobody has set a part of it aside for."""
+        look = self.nodes[node].look
+        if look is None or not self.nodes[node].spec.gpus:
+            return False
+        shares = self.holders.get(node, {})
+        return any(one.job != job and not shares.get(one.job) for one in look.living)
+
+    def is_ready(self, node: int, job: str = "") -> bool:
+        one = self.nodes[node]
+        if one.look is None or one.looked_at is None or one.look.silent or one.look.held:
+            return False
+        return self.now - one.looked_at < FRESH and not self.is_lived_on(node, job)
+
+    def is_free(self, node: int) -> bool:
+        return node not in self.holders
+
+    def has_living(self, node: int) -> bool:
+        look = self.nodes[node].look
+        return look is not None and bool(look.living)
+
+    def _is_usable(self, node: int) -> bool:
+        one = self.nodes[node]
+        return one.standing is Standing.IN_SERVICE and one.drain is None and not one.gone and not one.repair
+
+    def _is_eventual(self, one: NodeRecord) -> bool:
+        """Whether somebody may get it without a person's help, in the end."""
+        if one.standing is Standing.QUARANTINED or one.drain is not None or one.gone:
+            return False
+        return one.silent_since is None or self.now - one.silent_since < GIVEN_UP
+
+    def _put(self, node: int) -> None:
+        if not self._is_usable(node):
+            return
+        spec = self.nodes[node].spec
+        free = len(self.free_gpus(node)) if node in self.holders else spec.gpus
+        if spec.gpus and not free:
+            return
+        # What is shared already is shared further; nodes without GPUs have nothing to share, so the emptiest is the best.
+        liked = free - spec.gpus if spec.gpus else len(self.holders.get(node, {}))
+        buckets = self._free if self.is_ready(node) else self._doubtful
+        key = (spec.spare, liked, free, spec.gpus)
+        insort(buckets.setdefault(key, []), node)
+        self._where[node] = (buckets, key)
+
+    def _take(self, node: int) -> None:
+        buckets, key = self._where.pop(node, (self._free, NOWHERE))
+        bucket = buckets.get(key, [])
+        at = bisect_left(bucket, node)
+        if bucket[at : at + 1] == [node]:
+            del bucket[at]
+
+    # --- claims
+
+    def shape(self, claim: Claim) -> Shape:
+        own = sum(count for (spare, gpus), count in self._in_file.items() if not spare and gpus >= claim.gpus)
+        # Spares are for jobs that have run; who wants more than there is without them could never begin.
+        return claim.gpus, claim.running or own < claim.nodes, frozenset(claim.avoid)
+
+    def most(self, shape: Shape) -> int:
+        """How many nodes of the file fit at all."""
+        need, spares, _ = shape
+        return sum(count for (spare, gpus), count in self._in_file.items() if gpus >= need and (spares or not spare))
+
+    def kept(self, record: ClaimRecord) -> list[int]:
+        held = {place.node for place in record.places}
+        avoid = frozenset(record.claim.avoid)
+        found = []
+        for name in dict.fromkeys(record.claim.keep):
+            node = self.index.get(name)
+            if node is None or name not in held or name in avoid or (node, record.claim.job) in self.contested:
+                continue
+            one = self.nodes[node]
+            if one.drain is None and one.standing in (Standing.IN_SERVICE, Standing.QUARANTINED):
+                found.append(node)
+        return found[: record.claim.nodes]
+
+    def choose(self, record: ClaimRecord, shape: Shape) -> Chosen:
+        kept = self.kept(record)
+        missing = record.claim.nodes - len(kept)
+        if not missing:
+            return Chosen(kept, [], 0)
+        taken = frozenset(kept)
+        ready: list[int] = []
+        doubtful: list[int] = []
+        for node in self._own(record, shape, taken):
+            (ready if self.is_ready(node, record.claim.job) else doubtful).append(node)
+        own = frozenset((*ready, *doubtful, *taken))
+        new = ready[:missing]
+        doubts: list[int] | None = None
+        for node in self._fitting(self._free, shape, own) if len(new) < missing else ():
+            if self.nodes[node].spec.spare and doubts is None:
+                doubts = [*doubtful, *self._fitting(self._doubtful, shape, own)]
+                if any(not self.nodes[one].spec.spare and self._only_stale(one) for one in doubts):
+                    break  # a spare is not spent before it is known that the others do not answer
+            new.append(node)
+            if len(new) == missing:
+                break
+        chosen = Chosen(kept, new, missing - len(new))
+        if chosen.missing:
+            doubts = doubts or [*doubtful, *self._fitting(self._doubtful, shape, own)]
+            stale = [node for node in doubts if self._only_stale(node)]
+            chosen.hopeful = len(stale) >= chosen.missing
+            chosen.looks = [node for node in (stale if chosen.hopeful else doubts) if is_due(self.nodes[node], self.now)]
+        return chosen
+
+    def grant(self, record: ClaimRecord, chosen: Chosen) -> tuple[Place, ...]:
+        job, need = record.claim.job, record.claim.gpus
+        held = {place.node: place for place in record.places}
+        places = []
+        for node in chosen.kept:
+            spec = self.nodes[node].spec
+            places.append(Place(spec.name, spec.address, held[spec.name].gpus))
+        for node in chosen.new:
+            spec = self.nodes[node].spec
+            gpus = self.free_gpus(node, job)[:need] if 0 < need < spec.gpus else ()
+            places.append(Place(spec.name, spec.address, gpus))
+            before = self.holders.get(node, {}).get(job)
+            both = gpus if before is None else tuple(sorted({*before, *gpus})) if before and gpus else ()
+            self._take(node)
+            self.holders.setdefault(node, {})[job] = both
+            self._put(node)
+        return tuple(places)
+
+    def could_have(self, record: ClaimRecord, shape: Shape, chosen: Chosen) -> bool:
+        """Whether there will be enough once jobs end and repairs end, with nobody's help."""
+        need, spares, avoid = shape
+        count = sum(n for (spare, gpus), n in self._eventual.items() if gpus >= need and (spares or not spare))
+        out = {node for name in avoid if (node := self.index.get(name)) is not None} | set(chosen.kept)
+        count -= sum(self._is_eventual(self.nodes[node]) and fits(self.nodes[node], shape, with_avoided=True) for node in out)
+        return count + len(chosen.kept) >= record.claim.nodes
+
+    def reserve(self, job: str, shape: Shape) -> None:
+        """Keep whatever this shape could ever use from all who come after."""
+        if shape in self.reserved:
+            return
+        self.reserved[shape] = job
+        avoid = shape[2]
+        for buckets in (self._free, self._doubtful):
+            for key in [key for key in buckets if key[3] >= shape[0] and (shape[1] or not key[0])]:
+                left = [node for node in buckets[key] if self.nodes[node].name in avoid] if avoid else []
+                if left:
+                    buckets[key] = left
+                else:
+                    del buckets[key]
+
+    def ahead(self, shape: Shape) -> str:
+        """The job that nodes of this shape are kept free for; empty: there is none."""
+
+        def both(other: Shape, spare: bool, gpus: int) -> bool:
+            return gpus >= max(shape[0], other[0]) and ((shape[1] and other[1]) or not spare)
+
+        return next((job for other, job in self.reserved.items() if any(both(other, *kind) for kind in self._in_file)), "")
+
+    def holding(self, record: ClaimRecord) -> tuple[str, ...]:
+        """Where ranks of an earlier submission of this job may live."""
+        claim = record.claim
+        told = {place.node for place in claim.holds}
+        nodes = {self.index[place.node] for place in record.inherited if place.node in self.index}
+        nodes |= {node for node, living in self.living.get(claim.job, ()) if living.submission < claim.submission}
+        return tuple(name for node in sorted(nodes) if (name := self.nodes[node].name) not in told)
+
+    def _own(self, record: ClaimRecord, shape: Shape, taken: frozenset[int]) -> list[int]:
+        """What it has already without keeping it: nobody else can have it, so it is what it gets first."""
+        job = record.claim.job
+        mine = {self.index[place.node] for place in record.places if place.node in self.index}
+        mine |= {node for node, _ in self.living.get(job, ())}
+        return [
+            node
+            for node in sorted(mine - taken, key=lambda node: (self.nodes[node].spec.spare, node))
+            if self._is_usable(node)
+            and fits(self.nodes[node], shape)
+            and self._has_room(node, record.claim)
+            and not any(fits(self.nodes[node], other) for other in self.reserved)
+        ]
+
+    def _has_room(self, node: int, claim: Claim) -> bool:
+        free, gpus = len(self.free_gpus(node, claim.job)), self.nodes[node].spec.gpus
+        return free >= (claim.gpus or gpus)
+
+    def _fitting(self, buckets: dict[Key, list[int]], shape: Shape, without: frozenset[int]) -> Iterator[int]:
+        need, spares, avoid = shape
+        for key in sorted(buckets):
+            spare, _, free, gpus = key
+            if (spare and not spares) or gpus < need or free < (need or gpus):
+                continue
+            for node in buckets[key]:
+                if node not in without and self.nodes[node].name not in avoid:
+                    yield node
+
+    def _only_stale(self, node: int) -> bool:
+        """Nothing speaks against it but that the last look is too old."""
+        look = self.nodes[node].look
+        return look is None or not (look.silent or look.held or self.is_lived_on(node))
+
+
+def fits(record: NodeRecord, shape: Shape, *, with_avoided: bool = False) -> bool:
+    need, spares, avoid = shape
+    if record.spec.gpus < need or (record.spec.spare and not spares):
+        return False
+    return with_avoided or record.name not in avoid

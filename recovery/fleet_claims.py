@@ -1,0 +1,214 @@
+"""What a fleet makes of a claim: whose record it is, what it frees, and what it says against nodes. Grants nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from recovery.causes import Cause
+from recovery.facts import text
+from recovery.fleet_model import (
+    Claim,
+    ClaimRecord,
+    FleetState,
+    GivenBack,
+    Mark,
+    NodeLook,
+    NodeRecord,
+    Place,
+    Reclaimed,
+    Standing,
+    Suspect,
+)
+
+KEPT_MARKS = 20
+"""Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""
+KEPT_RETURNS = 256
+"""Jobs that gave everything back: messages come late by seconds, not by hundreds of jobs."""
+SUSPECT_JOBS, SUSPECT_WITHIN = 3, timedelta(hours=24)
+"""One job that fails proves nothing against a node, and two may be one person's two mistakes."""
+FOLLOWING = (Cause.APPLICATION, Cause.NUMERICS, Cause.OUT_OF_MEMORY, Cause.UNKNOWN, Cause.HANG)
+"""When such a fault comes again with the same job on another node, it was not the first node's."""
+
+
+def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
+    known = next((record for record in state.claims if record.claim.job == claim.job), None)
+    if known is None:
+        newest = next(((one.submission, one.seq) for one in state.given_back if one.job == claim.job), None)
+    else:
+        newest = known.claim.submission, known.claim.seq
+    if newest is not None and (claim.submission, claim.seq) <= newest:
+        if known is not None and (claim.submission, claim.seq) == newest and known.answer is not None:
+            return _with(state, replace(known, told=False))
+        return state
+    state = replace(state, nodes=_accused(state.nodes, claim, now))
+    if state.awaited is not None:
+        state = replace(state, awaited=tuple(job for job in state.awaited if job != claim.job))
+    record = _record(claim, known, now)
+    if known is not None and (left := {place.node for place in _knew(claim, known)} - {place.node for place in record.places}):
+        # It has stopped what lived there of earlier submissions; what lives there of its own the next look says.
+        state = _without_living(state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left))))
+    if claim.nodes <= 0 and not record.places:
+        return without(state, record, now)
+    return _with(state, record)
+
+
+def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
+    for record in [record for record in state.claims if record.key in jobs]:
+        # What it was granted and what it held is kept until nobody lives there.
+        after = replace(record, closed=True, told=True)
+        state = _with(state, after) if after.places else without(state, after, now)
+    return state
+
+
+def reclaimed(state: FleetState, fact: Reclaimed, now: datetime) -> FleetState:
+    state = _without_living(state, fact)
+    for record in [record for record in state.claims if record.claim.job == fact.job]:
+        after = replace(record, inherited=_less(record.inherited, fact.nodes)) if record.claim.submission >= fact.submission else record
+        if record.closed and record.claim.submission <= fact.submission:
+            claim = replace(record.claim, holds=_less(record.claim.holds, fact.nodes))
+            after = replace(after, claim=claim, granted=_less(record.granted or (), fact.nodes))
+        state = without(state, after, now) if after.closed and not after.places else _with(state, after)
+    return state
+
+
+def without(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState:
+    """Forget a claim that has nothing any more, but not that it was the last."""
+    claims = tuple(one for one in state.claims if one.claim.job != record.claim.job)
+    others = tuple(one for one in state.given_back if one.job != record.claim.job)
+    last = GivenBack(record.claim.job, record.claim.submission, record.claim.seq, now)
+    return replace(state, claims=claims, given_back=(*others, last)[-KEPT_RETURNS:])
+
+
+def by_marks(record: NodeRecord) -> str:
+    """Why the marks that were not retracted make the node a suspect; empty: they do not."""
+    valid = [mark for mark in record.marks if not mark.retracted]
+    if isolated := [mark for mark in valid if mark.isolated]:
+        return isolated[-1].because
+    jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WITHIN}
+    if len(jobs) < SUSPECT_JOBS:
+        return ""
+    hours = int(SUSPECT_WITHIN / timedelta(hours=1))
+    named = ", ".join(f"{job} ({mark.code or mark.cause})" for job, mark in list(jobs.items())[-SUSPECT_JOBS:])
+    return f"{len(jobs)} jobs failed on it within {hours}h: {named}"
+
+
+def all_retracted(record: NodeRecord, because: str) -> NodeRecord:
+    return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=because) for mark in record.marks))
+
+
+# --- records
+
+
+def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimRecord:
+    inherited: tuple[Place, ...] = ()
+    since = now
+    if known is not None:
+        shares = {place.node: place.gpus for place in known.places}
+        # A job that holds a node of an earlier submission does not know which part of it that was.
+        claim = replace(
+            claim, holds=tuple(place if place.gpus else replace(place, gpus=shares.get(place.node, ())) for place in claim.holds)
+        )
+        if claim.submission > known.claim.submission:
+            inherited = known.places
+        else:
+            since = known.waiting_since or now if known.waits else now
+            inherited = () if _has_seen(claim, known) else known.inherited
+        inherited = _less(inherited, [place.node for place in claim.holds])
+    if claim.nodes > 0:
+        return ClaimRecord(claim, waiting_since=since, inherited=inherited)
+    # It has ended and never said what became of the ranks before it: they are stopped for it.
+    return ClaimRecord(claim, granted=(), inherited=inherited, closed=bool(inherited) and not claim.holds)
+
+
+def _knew(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
+    """What the job knew to be its own; a grant that it had not heard of when it spoke is not among that."""
+    return known.places if _has_seen(claim, known) else known.claim.holds
+
+
+def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
+    """Whether the job knows its grant, and with it where an earlier submission lived: it holds what it was granted."""
+    granted = {place.node for place in known.granted or ()}
+    return any(place.node in granted for place in claim.holds)
+
+
+def _with(state: FleetState, record: ClaimRecord) -> FleetState:
+    job = record.claim.job
+    if any(one.claim.job == job for one in state.claims):
+        return replace(state, claims=tuple(record if one.claim.job == job else one for one in state.claims))
+    return replace(state, claims=(*state.claims, record))
+
+
+def _less(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
+    freed = frozenset(nodes)
+    return tuple(place for place in places if place.node not in freed)
+
+
+def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
+    nodes = tuple(_left(node, node.look, fact) if node.look and node.name in fact.nodes else node for node in state.nodes)
+    return replace(state, nodes=nodes)
+
+
+def _left(node: NodeRecord, look: NodeLook, fact: Reclaimed) -> NodeRecord:
+    living = tuple(one for one in look.living if one.job != fact.job or one.submission > fact.submission)
+    return replace(node, look=replace(look, living=living))
+
+
+# --- marks
+
+
+def _accused(nodes: tuple[NodeRecord, ...], claim: Claim, now: datetime) -> tuple[NodeRecord, ...]:
+    records = {node.name: node for node in nodes} if claim.suspects else {}
+    for suspect in claim.suspects:
+        if (record := records.get(suspect.node)) is None or (marked := _marked(record, claim, suspect)) is None:
+            continue
+        records[suspect.node] = marked
+        for name, other in list(records.items()):
+            if name != suspect.node and other.marks:
+                records[name] = _followed(other, claim, suspect, now)
+        if marked.standing is Standing.IN_SERVICE:
+            by = f"job {claim.job}" if suspect.isolate else "relaunch"
+            because = (text(suspect.because) or suspect.cause) if suspect.isolate else by_marks(marked)
+            if because:
+                records[suspect.node] = replace(marked, standing=Standing.SUSPECT, because=because, by=by, since=now)
+    return tuple(records.values()) or nodes
+
+
+def _marked(record: NodeRecord, claim: Claim, suspect: Suspect) -> NodeRecord | None:
+    """None: nothing new."""
+    said = (claim.job, claim.submission, suspect.generation)
+    known = next((mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said), None)
+    if known is not None and (known.isolated or known.retracted or not suspect.isolate):
+        return None
+    mark = Mark(
+        suspect.at,
+        *said,
+        suspect.cause,
+        text(suspect.because) or suspect.cause,
+        suspect.code,
+        suspect.gpus,
+        isolated=suspect.isolate,
+    )
+    marks = sorted((*(one for one in record.marks if one is not known), mark), key=lambda one: one.at)[-KEPT_MARKS:]
+    return replace(record, marks=tuple(marks)) if mark in marks else None
+
+
+def _followed(record: NodeRecord, claim: Claim, suspect: Suspect, now: datetime) -> NodeRecord:
+    if suspect.cause not in FOLLOWING:
+        return record
+    because = f"the fault followed job {claim.job} to {suspect.node}"
+    marks = tuple(
+        replace(mark, retracted=because)
+        if not mark.retracted
+        and (mark.job, mark.submission, mark.cause, mark.code) == (claim.job, claim.submission, suspect.cause, suspect.code)
+        and mark.generation < suspect.generation
+        else mark
+        for mark in record.marks
+    )
+    if marks == record.marks:
+        return record
+    record = replace(record, marks=marks)
+    if record.standing is Standing.SUSPECT and not by_marks(record):
+        return replace(record, standing=Standing.IN_SERVICE, because="", by="", since=now)
+    return record

@@ -1,0 +1,125 @@
+"""What a fleet that begins anew takes over from the run before it: what people said, and what faults and examinations said of nodes.
+
+Who has which node it never takes over: jobs say that, and the nodes themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from recovery.fleet_model import Breaker, FleetState, Mark, NodeRecord, Remembered, Standing
+from recovery.fleet_nodes import FLEET_FILE, is_out, noticed
+
+REMEMBER_WITHIN = timedelta(seconds=15)
+"""How long nothing is given and nothing repaired meanwhile: a worker asks the run before for ten seconds at most."""
+
+
+def memory(*runs: FleetState) -> Remembered:
+    """Return what is worth remembering of runs that have ended, newest first.
+
+    Args:
+        runs: All back to the newest that had taken over what there was before it.
+    """
+    state, *older = runs
+    if older and not state.remembered:
+        before = memory(*older)
+        if not state.nodes:
+            return before
+        state = _taken_over(state, before)
+    records = (_worth(node) for node in state.nodes if node.by != FLEET_FILE)
+    return Remembered(tuple(record for record in records if record != NodeRecord(record.spec)), state.breaker)
+
+
+def _worth(record: NodeRecord) -> NodeRecord:
+    # Whatever is done to it, somebody has to examine it again: how that ends may be told to nobody.
+    standing = Standing.SUSPECT if record.standing is Standing.REPAIRING else record.standing
+    out = standing is not Standing.IN_SERVICE
+    return NodeRecord(
+        record.spec,
+        standing,
+        because=record.because if out else "",
+        by=record.by if out else "",
+        since=record.since if out else None,
+        drain=record.drain,
+        marks=record.marks,
+        verdict=record.verdict,
+        verdict_at=record.verdict_at,
+        verdict_because=record.verdict_because,
+    )
+
+
+def is_remembering(state: FleetState, now: datetime) -> bool:
+    """Whether somebody may still say that a node is bad which looks good."""
+    return not state.remembered and (state.remembers_until is None or now < state.remembers_until)
+
+
+def began(state: FleetState, now: datetime) -> FleetState:
+    """Wait for the memory from now on: the nodes are known."""
+    if state.remembers_until is not None or not state.nodes:
+        return state
+    return replace(state, remembers_until=now + REMEMBER_WITHIN)
+
+
+def given_up(state: FleetState, now: datetime) -> FleetState:
+    if state.remembered or is_remembering(state, now):
+        return state
+    state = replace(state, remembered=True)
+    return noticed(state, "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten", now)
+
+
+def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState:
+    """Take it over, once, where nothing newer is known."""
+    if state.remembered or not state.nodes:
+        return state
+    state = _taken_over(state, fact)
+    if not state.breaker.is_open:
+        # So many were out before, and nobody was stopped by it, or a person knew of it.
+        out = sum(is_out(node) and not node.gone for node in state.nodes)
+        state = replace(state, out_when_resumed=max(state.out_when_resumed, out))
+    known = {record.name for record in fact.nodes}
+    out = sum(node.standing is not Standing.IN_SERVICE and node.name in known for node in state.nodes)
+    parts = [f"{out} node{'s' * (out != 1)} out of service"] if out else []
+    parts += ["an open breaker"] if fact.breaker.is_open and state.breaker.is_open else []
+    parts += ["a pause of repairs"] if fact.breaker.paused and state.breaker.paused else []
+    return noticed(state, f"remembers {' and '.join(parts)} from the run before", now) if parts else state
+
+
+def _taken_over(state: FleetState, fact: Remembered) -> FleetState:
+    known = {record.name: record for record in fact.nodes}
+    nodes = tuple(_remembered(node, known.get(node.name)) for node in state.nodes)
+    return replace(state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), remembered=True)
+
+
+def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
+    # A person who has released it since has said the last word; so has whoever took it out of service anew.
+    if known is None or record.standing is not Standing.IN_SERVICE or record.since is not None:
+        return record
+    old = {_name(mark) for mark in known.marks}
+    new = tuple(mark for mark in record.marks if _name(mark) not in old)
+    return replace(
+        record,
+        standing=known.standing,
+        because=known.because,
+        by=known.by,
+        since=known.since,
+        drain=known.drain,
+        marks=tuple(sorted((*known.marks, *new), key=lambda mark: mark.at)),
+        verdict=record.verdict or known.verdict,
+        verdict_at=record.verdict_at or known.verdict_at,
+        verdict_because=record.verdict_because or known.verdict_because,
+    )
+
+
+def _name(mark: Mark) -> tuple[str, int, int]:
+    return mark.job, mark.submission, mark.generation
+
+
+def _breaker(now: Breaker, before: Breaker) -> Breaker:
+    if now.resumed_at is not None:
+        return now
+    if not now.is_open:
+        now = replace(now, because=before.because, since=before.since)
+    if not now.paused:
+        now = replace(now, paused=before.paused, paused_since=before.paused_since)
+    return now

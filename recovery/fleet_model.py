@@ -1,0 +1,573 @@
+"""What a fleet remembers, what it is told, and what it orders. Only data: who gets which node is `fleet`'s and `allocate`'s to say.
+
+A job does not send requests and withdrawals: each message says all that it wants and all that it holds, with a number that rises. The
+newest counts, so one that comes twice, late or after its own withdrawal changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from recovery.causes import Cause
+from recovery.evidence import Verdict
+from recovery.policy import Strategy
+from recovery.spec import FleetLimits, FleetNode
+
+# --- between a job and its fleet --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    node: str
+    address: str = ""
+    gpus: tuple[int, ...] = ()
+    """The job's share, by index, where others may have the rest; empty: no part in particular (all of them, or the node has none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """What a job knows against a node. It says it again with each claim; a mark is one by job, submission, generation and node."""
+
+    node: str
+    at: datetime
+    generation: int
+    cause: Cause
+    because: str
+    code: str = ""
+    gpus: tuple[str, ...] = ()
+    """By bus id."""
+    isolate: bool = False
+    """The evidence is against the hardware: nobody gets this node before it was examined and found healthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """All that a job wants of its fleet, and all that it has."""
+
+    job: str
+    """Its name; its workflow is `job/<name>`."""
+    submission: int
+    """Of one name the later one takes the place of the earlier one, and gets what that one held."""
+    seq: int
+    """Rises with each claim of a submission; a grant names the claim it answers."""
+    nodes: int
+    """Wanted in all, those that are kept included. 0: the job has ended and gives everything back."""
+    gpus: int = 0
+    """Wanted on each node; 0 on a node that has GPUs: all of them."""
+    priority: int = 0
+    since: datetime | None = None
+    """Submitted: first come, first served."""
+    running: bool = False
+    """Its ranks have run: it wants a replacement, which comes before whoever has not begun."""
+    keep: tuple[str, ...] = ()
+    """Nodes it goes on with; they count as granted."""
+    holds: tuple[Place, ...] = ()
+    """Nodes on which ranks of it may live, those of `keep` included. Nobody else gets what is here."""
+    avoid: tuple[str, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a fleet answers a claim."""
+
+    submission: int
+    seq: int
+    kind: Literal["granted", "waiting", "hopeless", "yield"] = "granted"
+    """hopeless: no wait can help. yield: give back what you hold and queue; somebody who comes first needs it."""
+    places: tuple[Place, ...] = ()
+    """When granted: as many as were wanted, those that were kept first."""
+    because: str = ""
+    holding: tuple[str, ...] = ()
+    """Nodes on which ranks of an earlier submission of this job may live: it stops them first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """A job is asked to leave a node, for maintenance."""
+
+    node: str
+    because: str
+    by: str
+    until: datetime
+    """When it has to have left; sooner when it launches anew anyway."""
+
+
+# --- what is known of nodes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Living:
+    """Ranks that live on a node, as its agent says. Ordered by (submission, generation)."""
+
+    job: str
+    submission: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLook:
+    """One look at one node: it answered, or why not."""
+
+    node: str
+    silent: str = ""
+    """Why it gave no answer; empty: it did."""
+    boot_id: str = ""
+    held: str = ""
+    """Who works on it (an examination, a repair), a clause; empty: nobody. It is in no job's way otherwise."""
+    living: tuple[Living, ...] = ()
+
+
+class Standing(StrEnum):
+    """Whether a node may be given to jobs. Whether it answers and who uses it are other questions."""
+
+    IN_SERVICE = "in service"
+    SUSPECT = "suspect"
+    """To be examined, and repaired where needed, as soon as nobody uses it and the limits allow."""
+    REPAIRING = "repairing"
+    QUARANTINED = "quarantined"
+    """Until a person releases it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One job's evidence against one node. It counts unless it was retracted."""
+
+    at: datetime
+    job: str
+    submission: int
+    generation: int
+    cause: Cause
+    because: str
+    code: str = ""
+    gpus: tuple[str, ...] = ()
+    retracted: str = ""
+    """Why it counts no more: the fault followed the job elsewhere, an examination, a person."""
+    isolated: bool = False
+    """It is against the hardware, and by itself reason enough to examine the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    spec: FleetNode
+    standing: Standing = Standing.IN_SERVICE
+    because: str = ""
+    by: str = ""
+    since: datetime | None = None
+    look: NodeLook | None = None
+    """The newest one."""
+    looked_at: datetime | None = None
+    silent_since: datetime | None = None
+    repair: str = ""
+    """The repair under way, whoever ordered it: its workflow's id and run, `repair/gpus/n2/RUN`; without the run while it was ordered and
+    has not begun. It may run while a job holds the node, which ordered it."""
+    repair_since: datetime | None = None
+    repair_acts: bool = False
+    """It was permitted to reset or reboot: one of the few that may at a time."""
+    verdict: Verdict | None = None
+    """Of the last repair whose examination came to one: HEALTHY or UNHEALTHY. None: there was none yet."""
+    verdict_at: datetime | None = None
+    verdict_because: str = ""
+    """Kept through whatever happens on the node later: it says how old it is."""
+    repair_ended: str = ""
+    """The last one that has ended; a message of it that comes late changes nothing."""
+    drain: Withdraw | None = None
+    """Whoever is on it was asked to leave; nobody new comes."""
+    told: tuple[str, ...] = ()
+    """Jobs that were asked to leave."""
+    marks: tuple[Mark, ...] = ()
+    """Newest last."""
+    asked_at: datetime | None = None
+    """When a look at it was ordered last."""
+    gone: bool = False
+    """The fleet file does not name it any more; it is kept until nobody is on it."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRecord:
+    claim: Claim
+    granted: tuple[Place, ...] | None = None
+    """None: it waits."""
+    said: str = ""
+    """What it was told last while it waits, so that it is told only news."""
+    waiting_since: datetime | None = None
+    closed: bool = False
+    """Its workflow has ended without giving its nodes back: whatever ranks are left are being stopped."""
+    inherited: tuple[Place, ...] = ()
+    """What an earlier submission of this job held, until this one has said that it knows."""
+    answer: Grant | None = None
+    """The last one to this claim, other than that it waits."""
+    told: bool = True
+    """The answer is on its way to the job; False: it is to be told (again)."""
+    said_at: datetime | None = None
+    say_at: datetime | None = None
+    """When there is news for it that had to wait, so that a busy fleet does not flood its jobs."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.claim.job, self.claim.submission
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All that nobody else may have: what it holds, what it was granted, and what an earlier submission held."""
+        places: dict[str, Place] = {}
+        for place in (*self.inherited, *self.claim.holds, *(self.granted or ())):
+            other = places.get(place.node)
+            if other is None or other.gpus == place.gpus:
+                places[place.node] = place
+            else:
+                # No share is all of them.
+                gpus = tuple(sorted({*other.gpus, *place.gpus})) if other.gpus and place.gpus else ()
+                places[place.node] = replace(place, gpus=gpus)
+        return tuple(places.values())
+
+    @property
+    def waits(self) -> bool:
+        return self.granted is None and not self.closed
+
+
+# --- the breaker -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PermitRequest:
+    """A repair asks before each step that acts on its node."""
+
+    workflow: str
+    """Its id; `run` tells one repair of a node from the next."""
+    run: str
+    seq: int
+    """Of this repair's requests."""
+    node: str
+    step: Literal["reset", "reboot"]
+    because: str
+    asked_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """The answer to it."""
+
+    run: str
+    seq: int
+    allowed: bool
+    because: str
+    stale: bool = False
+    """Not allowed only because it was asked before a person ended a pause or closed the breaker: what is true by now is to be examined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """Open: nothing is repaired and nothing is granted, until a person closes it."""
+
+    because: str = ""
+    """Why it is open; empty: it is closed."""
+    since: datetime | None = None
+    paused: str = ""
+    """Why a person has paused repairs (only those), with the name."""
+    paused_since: datetime | None = None
+    resumed_at: datetime | None = None
+    """When a person ended a pause or closed it last."""
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.because)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A permit and whom it is for. The newest are kept: who asks twice is answered twice, and the same."""
+
+    workflow: str
+    permit: Permit
+    told: bool = False
+
+
+# --- the state ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """The last word of a job that has nothing any more; what it said before that and what comes late changes nothing."""
+
+    job: str
+    submission: int
+    seq: int
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaiming:
+    job: str
+    submission: int
+    at: datetime
+    """When it was ordered last."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    name: str
+    repairs: Literal["act", "ask", "observe"] = "ask"
+    limits: FleetLimits = field(default_factory=FleetLimits)
+    nodes: tuple[NodeRecord, ...] = ()
+    """As the fleet file orders them; who left the file while it was used stays, quarantined, until nobody does."""
+    claims: tuple[ClaimRecord, ...] = ()
+    breaker: Breaker = Breaker()
+    requests: tuple[PermitRequest, ...] = ()
+    """Not answered yet."""
+    reboots: tuple[datetime, ...] = ()
+    """Permitted ones of the last hour."""
+    awaited: tuple[str, ...] | None = None
+    """Jobs that have not said yet what they hold, since this fleet began to be; None: nobody has looked which there are."""
+    settles_at: datetime | None = None
+    """When they are no longer awaited."""
+    notices: tuple[str, ...] = ()
+    """What people did and what could not be understood, newest last, with time and name."""
+    looks: int = 0
+    """Ordered ones, counted, so that a person sees that somebody looks."""
+    applied: bool = False
+    """The fleet file was read."""
+    remembered: bool = False
+    """It was learned what the run before this one knew of nodes, or given up to learn it."""
+    remembers_until: datetime | None = None
+    """When that is given up."""
+    begun: bool = False
+    """Each node was looked at: before that nobody knows who lives where, and nothing is granted."""
+    swept_at: datetime | None = None
+    """When a look at all nodes was ordered last."""
+    moved_at: datetime | None = None
+    """When a running job was granted nodes last, or asked to yield: two jobs that wait longer stand in each other's way."""
+    asked: tuple[str, ...] = ()
+    """Jobs that were asked what they hold."""
+    given_back: tuple[GivenBack, ...] = ()
+    """Newest last."""
+    reclaims: tuple[Reclaiming, ...] = ()
+    answered: tuple[Answered, ...] = ()
+    """Permits, newest last."""
+    out_when_resumed: int = 0
+    """How many nodes were out when a person closed the breaker over them: only one more opens it again."""
+
+
+# --- what it is told ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The fleet file, as it is now."""
+
+    repairs: Literal["act", "ask", "observe"]
+    nodes: tuple[FleetNode, ...]
+    limits: FleetLimits
+    kind: Literal["Applied"] = "Applied"
+
+
+@dataclass(frozen=True, slots=True)
+class JobsFound:
+    """Which jobs of this fleet run: asked once, when the fleet begins."""
+
+    jobs: tuple[str, ...]
+    kind: Literal["JobsFound"] = "JobsFound"
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What the fleet knew before it began anew, as far as nobody else could say it again. Without looks, claims and repairs."""
+
+    nodes: tuple[NodeRecord, ...] = ()
+    breaker: Breaker = Breaker()
+    kind: Literal["Remembered"] = "Remembered"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    claim: Claim
+    kind: Literal["Claimed"] = "Claimed"
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    looks: tuple[NodeLook, ...]
+    kind: Literal["Looked"] = "Looked"
+
+
+@dataclass(frozen=True, slots=True)
+class JobsClosed:
+    """Workflows of these claims (job, submission) do not run any more."""
+
+    jobs: tuple[tuple[str, int], ...]
+    kind: Literal["JobsClosed"] = "JobsClosed"
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimed:
+    """No rank of this submission lives on these nodes any more: proven, or fenced by the time that has passed."""
+
+    job: str
+    submission: int
+    nodes: tuple[str, ...]
+    kind: Literal["Reclaimed"] = "Reclaimed"
+
+
+@dataclass(frozen=True, slots=True)
+class RepairBegan:
+    node: str
+    workflow: str
+    run: str
+    by: str
+    because: str
+    kind: Literal["RepairBegan"] = "RepairBegan"
+
+
+@dataclass(frozen=True, slots=True)
+class PermitWanted:
+    request: PermitRequest
+    kind: Literal["PermitWanted"] = "PermitWanted"
+
+
+@dataclass(frozen=True, slots=True)
+class RepairEnded:
+    node: str
+    workflow: str
+    run: str
+    by: str
+    job: str
+    """Which ordered it and waits for it; empty: the fleet or a person."""
+    outcome: Literal["done", "refused", "ambiguous"]
+    verdict: Verdict
+    because: str
+    kind: Literal["RepairEnded"] = "RepairEnded"
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineAsked:
+    node: str
+    because: str
+    by: str
+    drain_within: timedelta | None = None
+    """Also have it left: by its job's next launch, and at the latest after this time. None: its job may stay."""
+    kind: Literal["QuarantineAsked"] = "QuarantineAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAsked:
+    """Back into service, also out of SUSPECT; the person vouches for it."""
+
+    node: str
+    because: str
+    by: str
+    kind: Literal["ReleaseAsked"] = "ReleaseAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class PauseAsked:
+    because: str
+    by: str
+    kind: Literal["PauseAsked"] = "PauseAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAsked:
+    """Ends a pause and closes the breaker. What asked meanwhile is refused: it was decided on what was true then."""
+
+    because: str
+    by: str
+    kind: Literal["ResumeAsked"] = "ResumeAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A message that could not be understood."""
+
+    name: str
+    because: str
+    kind: Literal["Rejected"] = "Rejected"
+
+
+Fact = Annotated[
+    Applied
+    | JobsFound
+    | Remembered
+    | Claimed
+    | Looked
+    | JobsClosed
+    | Reclaimed
+    | RepairBegan
+    | PermitWanted
+    | RepairEnded
+    | QuarantineAsked
+    | ReleaseAsked
+    | PauseAsked
+    | ResumeAsked
+    | Rejected,
+    Field(discriminator="kind"),
+]
+
+# --- what it orders ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Look at these nodes now: somebody waits for them, or it is time. Not ordered again while one is under way."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellJob:
+    job: str
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class AskToLeave:
+    job: str
+    withdraw: Withdraw
+
+
+@dataclass(frozen=True, slots=True)
+class AskToClaim:
+    """This fleet does not know what the job holds."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """Stop whatever ranks of this submission, and of earlier ones, live on these nodes."""
+
+    job: str
+    submission: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRepair:
+    node: str
+    because: str
+    gpus: tuple[str, ...] = ()
+    strategy: Strategy | None = None
+    """None: what an examination calls for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellRepair:
+    workflow: str
+    permit: Permit
+
+
+Order = Look | TellJob | AskToLeave | AskToClaim | Reclaim | StartRepair | TellRepair
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    state: FleetState
+    orders: tuple[Order, ...] = field(default_factory=tuple)

@@ -1,0 +1,135 @@
+"""A fleet in a table: what is told to it, what it orders, and a clock that only the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from recovery.causes import Cause
+from recovery.evidence import Verdict
+from recovery.fleet import learn, next_wake, settle
+from recovery.fleet_model import (
+    Applied,
+    Claim,
+    Claimed,
+    ClaimRecord,
+    Fact,
+    FleetState,
+    Grant,
+    JobsFound,
+    Living,
+    Look,
+    Looked,
+    NodeLook,
+    NodeRecord,
+    Order,
+    PermitRequest,
+    PermitWanted,
+    Place,
+    Remembered,
+    RepairBegan,
+    RepairEnded,
+    Suspect,
+    TellJob,
+)
+from recovery.spec import FleetLimits, FleetNode
+
+T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+OneOrder = TypeVar("OneOrder", bound=Order)
+
+
+def nodes(*names: str, gpus: int = 8, spare: bool = False) -> tuple[FleetNode, ...]:
+    return tuple(FleetNode(name=name, address=f"10.0.0.{name[1:]}", gpus=gpus, spare=spare) for name in names)
+
+
+def suspect(node: str, generation: int = 1, cause: Cause = Cause.GPU_FATAL, **more: Any) -> Suspect:
+    return Suspect(node, T0, generation, cause, **{"because": f"it failed on {node}", **more})
+
+
+class Desk:
+    """A fleet whose nodes answer what `living`, `silent` and `held` say."""
+
+    def __init__(self, *specs: FleetNode, jobs: tuple[str, ...] = (), begun: bool = True, **limits: Any) -> None:
+        self.now = T0
+        self.busy: set[str] = set()
+        self.orders: list[Order] = []
+        self.living: dict[str, tuple[Living, ...]] = {}
+        self.silent: dict[str, str] = {}
+        self.held: dict[str, str] = {}
+        self.specs = specs or nodes("n1", "n2", "n3", "n4")
+        self.limits = FleetLimits(**{"nodes_out": "100%", **limits})
+        self.state = FleetState("gpus")
+        if begun:
+            self.learn(Applied("act", self.specs, self.limits), JobsFound(jobs), Remembered())
+            self.settle()
+            self.look()
+            self.settle()
+
+    def learn(self, *facts: Fact) -> None:
+        for fact in facts:
+            self.state = learn(self.state, fact, self.now)
+
+    def settle(self) -> list[Order]:
+        """Settle once; the newest orders."""
+        settled = settle(self.state, self.now, frozenset(self.busy))
+        self.state = settled.state
+        self.orders = list(settled.orders)
+        return self.orders
+
+    def look(self, names: Iterable[str] | None = None) -> None:
+        """The nodes answer."""
+        asked = [node.name for node in self.state.nodes] if names is None else names
+        self.learn(Looked(tuple(NodeLook(n, self.silent.get(n, ""), "boot", self.held.get(n, ""), self.living.get(n, ())) for n in asked)))
+
+    def go(self, *facts: Fact) -> list[Order]:
+        """Learn and settle, and answer looks, until nothing new is ordered. All orders but looks."""
+        self.learn(*facts)
+        orders: list[Order] = []
+        while True:
+            orders += [order for order in self.settle() if not isinstance(order, Look)]
+            looks = self.of(Look)
+            if not looks:
+                self.orders = orders
+                return orders
+            self.look(looks[0].nodes)
+
+    def wait(self, **by: float) -> list[Order]:
+        self.now += timedelta(**by)
+        return self.go()
+
+    def claim(self, job: str, count: int, seq: int = 1, submission: int = 1, **more: Any) -> list[Order]:
+        more["holds"] = tuple(one if isinstance(one, Place) else Place(one) for one in more.get("holds", more.get("keep", ())))
+        return self.go(Claimed(Claim(job, submission, seq, count, **{"since": T0, **more})))
+
+    def of(self, kind: type[OneOrder]) -> list[OneOrder]:
+        return [order for order in self.orders if isinstance(order, kind)]
+
+    def grants(self, kind: str = "granted") -> dict[str, Grant]:
+        return {tell.job: tell.grant for tell in self.of(TellJob) if tell.grant.kind == kind}
+
+    def granted(self) -> dict[str, list[str]]:
+        return {job: [place.node for place in grant.places] for job, grant in self.grants().items()}
+
+    def node(self, name: str) -> NodeRecord:
+        return next(node for node in self.state.nodes if node.name == name)
+
+    def record(self, job: str) -> ClaimRecord:
+        return next(record for record in self.state.claims if record.claim.job == job)
+
+    def wakes_in(self) -> float:
+        return (next_wake(self.state, self.now) - self.now).total_seconds()
+
+
+def began(node: str, run: str = "r1", by: str = "fleet gpus") -> RepairBegan:
+    return RepairBegan(node, f"repair/gpus/{node}", run, by, "Xid 79")
+
+
+def ended(node: str, outcome: Any = "done", run: str = "r1", job: str = "", **more: Any) -> RepairEnded:
+    verdict = Verdict.HEALTHY if outcome == "done" else Verdict.UNKNOWN
+    told = {"by": "fleet gpus", "because": "is healthy", "verdict": verdict, **more}
+    return RepairEnded(node, f"repair/gpus/{node}", run, told["by"], job, outcome, told["verdict"], told["because"])
+
+
+def permit(node: str, step: Any = "reset", seq: int = 1, run: str = "r1") -> PermitWanted:
+    return PermitWanted(PermitRequest(f"repair/gpus/{node}", run, seq, node, step, "Xid 79", T0))

@@ -1,0 +1,561 @@
+"""Who gets which nodes, who waits and why, who gives way: each a fleet of a few nodes and the claims of a few jobs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from recovery.fleet_model import (
+    Applied,
+    Claim,
+    Claimed,
+    Grant,
+    Living,
+    Look,
+    Place,
+    QuarantineAsked,
+    ReleaseAsked,
+    RepairBegan,
+    Standing,
+    TellJob,
+)
+from recovery.spec import FleetNode
+from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
+
+SPARE = (*nodes("n1", "n2"), *nodes("n8", "n9", spare=True))
+
+
+def ages(seconds: int) -> dict[str, Any]:
+    return {"since": T0 + timedelta(seconds=seconds)}
+
+
+# --- all or none, and in order
+
+
+def test_a_job_gets_all_its_nodes_in_file_order() -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    grant = desk.grants()["a"]
+    assert grant == Grant(1, 1, "granted", (Place("n1", "10.0.0.1"), Place("n2", "10.0.0.2")), "n1, n2 joined")
+    assert desk.record("a").granted == grant.places
+
+
+def test_a_job_that_cannot_have_all_gets_none_and_hears_who_has_them() -> None:
+    desk = Desk()
+    desk.claim("a", 3)
+    desk.claim("b", 2)
+    assert desk.granted() == {}
+    assert desk.grants("waiting")["b"] == Grant(1, 1, "waiting", because="1 of 2 nodes: job a holds 3")
+
+
+def test_replacements_come_first_then_priority_then_who_came_first_then_the_name() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.claim("first", 1)
+    for job, more in {
+        "d": ages(1),
+        "c": ages(0),
+        "b": ages(0),
+        "high": {**ages(9), "priority": 5},
+        "runs": {**ages(9), "running": True},
+    }.items():
+        desk.learn(Claimed(Claim(job, 1, 1, 1, **more)))
+    served = []
+    last = "first"
+    for _ in range(5):
+        desk.claim(last, 0, seq=2)
+        (last,) = desk.granted()
+        served.append(last)
+    assert served == ["runs", "high", "b", "c", "d"]
+
+
+def test_a_claim_that_does_not_say_since_when_counts_from_when_it_came() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.claim("first", 1)
+    desk.claim("b", 1, since=None)
+    desk.now += timedelta(seconds=1)
+    desk.claim("a", 1, since=None)
+    desk.claim("first", 0, seq=2)
+    assert desk.granted() == {"b": ["n1"]}
+
+
+def test_a_large_claim_is_not_passed_by_for_ever() -> None:
+    desk = Desk()
+    desk.claim("small", 1)
+    desk.claim("large", 4, **ages(1))
+    desk.claim("late", 1, **ages(2))
+    assert desk.granted() == {}
+    assert desk.grants("waiting")["late"].because == "0 of 1 nodes: job large comes first; job small holds 1"
+    desk.claim("small", 0, seq=2)
+    assert desk.granted() == {"large": ["n1", "n2", "n3", "n4"]}
+
+
+def test_a_claim_that_only_a_person_could_serve_keeps_nothing_from_others() -> None:
+    desk = Desk()
+    desk.go(QuarantineAsked("n4", "a fan", "grace"))
+    desk.claim("large", 4)
+    assert desk.grants("waiting")["large"].because == "3 of 4 nodes: n4 is quarantined (a fan)"
+    desk.claim("small", 1)
+    assert desk.granted() == {"small": ["n1"]}
+
+
+def test_a_claim_that_a_repair_could_serve_keeps_its_nodes() -> None:
+    desk = Desk()
+    desk.claim("a", 1, keep=("n1",), holds=("n1",), suspects=(suspect("n4", isolate=True),))
+    assert desk.node("n4").standing is Standing.REPAIRING
+    desk.claim("large", 3, avoid=("n1",))
+    desk.claim("small", 1, **ages(1))
+    assert desk.granted() == {}
+    desk.claim("large", 0, seq=2)
+    assert desk.granted() == {"small": ["n2"]}
+
+
+def test_a_node_that_has_been_silent_for_long_is_not_waited_for() -> None:
+    desk = Desk()
+    desk.silent["n4"] = "no route to host"
+    desk.wait(minutes=1)
+    desk.claim("large", 4)
+    desk.claim("small", 1, **ages(1))
+    assert desk.granted() == {}
+    for _ in range(11):
+        desk.wait(minutes=1)
+    assert desk.record("small").granted is not None
+
+
+def test_who_avoids_a_node_leaves_it_to_those_who_come_later() -> None:
+    desk = Desk()
+    desk.claim("a", 1)
+    desk.claim("large", 3, avoid=("n4",), **ages(1))
+    desk.claim("late", 1, **ages(2))
+    assert desk.granted() == {"late": ["n4"]}
+    desk.claim("later", 1, **ages(3))
+    because = "2 of 3 nodes: job a holds 1, job late holds 1; it avoids n4"
+    assert desk.grants("waiting")["later"].because == "0 of 1 nodes: job large comes first; job a holds 1, job late holds 1"
+    desk.wait(seconds=6)
+    assert desk.record("large").said == because
+
+
+def test_two_jobs_of_one_shape_keep_free_what_the_first_keeps_free() -> None:
+    desk = Desk()
+    desk.claim("a", 3)
+    desk.claim("b", 2, **ages(1))
+    desk.claim("c", 2, **ages(2))
+    assert desk.grants("waiting")["c"].because == "0 of 2 nodes: job b comes first; job a holds 3"
+
+
+# --- shares of nodes
+
+
+def test_jobs_share_a_node_by_its_lowest_free_gpus_and_pack_it() -> None:
+    desk = Desk()
+    desk.claim("a", 1, gpus=2)
+    assert desk.grants()["a"].places == (Place("n1", "10.0.0.1", (0, 1)),)
+    desk.claim("whole", 1, gpus=8)
+    assert desk.grants()["whole"].places == (Place("n2", "10.0.0.2", ()),)
+    desk.claim("b", 2, gpus=4)
+    assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (2, 3, 4, 5)), Place("n3", "10.0.0.3", (0, 1, 2, 3)))
+    desk.claim("a", 0, seq=2)
+    desk.claim("c", 1, gpus=3)
+    assert desk.grants()["c"].places == (Place("n1", "10.0.0.1", (0, 1, 6)),)
+    desk.claim("d", 1)
+    assert desk.granted() == {"d": ["n4"]}
+
+
+def test_ranks_of_a_job_with_a_share_leave_the_rest_of_the_node_to_others() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.claim("a", 1, gpus=4)
+    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.wait(minutes=1)
+    desk.claim("b", 1, gpus=4)
+    assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (4, 5, 6, 7)),)
+
+
+def test_any_number_of_jobs_share_a_node_without_gpus_and_spread_over_them() -> None:
+    desk = Desk(*nodes("n1", "n2", gpus=0))
+    desk.living["n1"] = (Living("x", 1, 1),)
+    granted = []
+    for job in ("a", "b", "c"):
+        desk.claim(job, 1)
+        granted += desk.granted()[job]
+    assert granted == ["n1", "n2", "n1"]
+
+
+def test_whole_nodes_are_not_given_where_somebody_has_a_share() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.claim("a", 1, gpus=1)
+    desk.claim("b", 2)
+    assert desk.grants("waiting")["b"].because == "1 of 2 nodes: job a holds 1"
+
+
+# --- what is kept
+
+
+def test_a_job_goes_on_with_what_it_keeps_and_with_its_share_of_it() -> None:
+    desk = Desk()
+    desk.claim("a", 2, gpus=4)
+    places = desk.grants()["a"].places
+    desk.now += timedelta(hours=1)
+    keeps: dict[str, Any] = {"gpus": 4, "running": True, "keep": ("n2", "n1"), "holds": places}
+    assert desk.claim("a", 2, seq=2, **keeps) == [], "it knows that"
+    assert desk.record("a").granted == places[::-1]
+    assert desk.claim("a", 2, seq=2, **keeps) == [TellJob("a", Grant(1, 2, "granted", places[::-1], "it goes on with what it has"))]
+    assert desk.go() == []
+
+
+def test_a_job_that_keeps_what_it_has_is_told_where_ranks_of_an_earlier_submission_may_live() -> None:
+    desk = Desk()
+    desk.living["n3"] = (Living("a", 1, 1),)
+    desk.look()
+    desk.claim("a", 1, submission=2, running=True, keep=("n1",))
+    because = "it goes on with what it has; ranks of an earlier submission may live on n3"
+    assert desk.grants()["a"] == Grant(2, 1, "granted", (Place("n1", "10.0.0.1"),), because, ("n3",))
+
+
+def test_a_replacement_comes_after_what_is_kept() -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    desk.claim("a", 2, seq=2, running=True, keep=("n2",), holds=("n2",), avoid=("n1",))
+    assert desk.granted() == {"a": ["n2", "n3"]}
+    assert desk.grants()["a"].because == "n3 joined"
+    desk.claim("b", 1)
+    assert desk.granted() == {"b": ["n1"]}
+
+
+@pytest.mark.parametrize(
+    ("standing", "drain", "stays"),
+    [(Standing.QUARANTINED, None, True), (Standing.QUARANTINED, timedelta(minutes=5), False), (Standing.SUSPECT, None, False)],
+)
+def test_a_kept_node_stays_while_it_is_quarantined_but_not_suspected_or_to_be_left(
+    standing: Standing, drain: timedelta | None, stays: bool
+) -> None:
+    desk = Desk()
+    desk.claim("a", 1)
+    more: dict[str, Any] = {"suspects": (suspect("n1", isolate=True),)} if standing is Standing.SUSPECT else {}
+    if standing is Standing.QUARANTINED:
+        desk.go(QuarantineAsked("n1", "a fan", "grace", drain))
+    desk.claim("a", 1, seq=2, running=True, keep=("n1",), **more)
+    assert desk.granted() == ({} if stays else {"a": ["n2"]})
+    assert [place.node for place in desk.record("a").granted or ()] == ["n1" if stays else "n2"]
+
+
+def test_what_is_kept_but_not_held_or_avoided_or_unknown_is_not_kept() -> None:
+    desk = Desk()
+    desk.claim("b", 1)
+    desk.claim("a", 3, running=True, keep=("n1", "n3", "n9", "n4", "n4"), holds=("n3", "n4"), avoid=("n3",))
+    assert desk.granted() == {}
+    desk.claim("b", 0, seq=2)
+    assert desk.granted() == {"a": ["n4", "n1", "n2"]}
+
+
+def test_a_job_gets_what_it_holds_before_what_is_free() -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    desk.claim("a", 1, seq=2, holds=("n2",))
+    assert desk.granted() == {"a": ["n2"]}
+    desk.claim("b", 1)
+    assert desk.granted() == {"b": ["n1"]}
+
+
+def test_a_part_of_a_node_that_it_held_and_the_part_it_gets_are_both_its_own() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.claim("a", 1, gpus=2, holds=(Place("n1", gpus=(4, 5)),))
+    assert desk.grants()["a"].places == (Place("n1", "10.0.0.1", (0, 1)),)
+    assert desk.record("a").places == (Place("n1", "10.0.0.1", (0, 1, 4, 5)),)
+    desk.claim("b", 1, gpus=4)
+    assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (2, 3, 6, 7)),)
+
+
+def test_what_it_holds_but_is_no_use_to_it_is_not_what_it_gets() -> None:
+    desk = Desk(*nodes("n1", "n2", gpus=4), *nodes("n3"))
+    desk.claim("a", 1, gpus=8, holds=("n1",))
+    assert desk.granted() == {"a": ["n3"]}
+    desk.claim("b", 1, gpus=4, holds=(Place("n2", gpus=(0,)),))
+    assert desk.granted() == {"b": ["n2"]}
+
+
+def test_what_it_holds_is_not_enough_where_others_have_the_rest() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.claim("a", 1, gpus=4)
+    desk.claim("b", 1, gpus=8, holds=(Place("n1", gpus=(4,)),))
+    assert desk.granted() == {"b": ["n2"]}
+
+
+def test_a_job_does_not_keep_what_was_given_away_before_it_said_that_it_has_it() -> None:
+    desk = Desk(jobs=("late",))
+    desk.claim("a", 1)
+    desk.claim("b", 1, gpus=4)
+    desk.wait(seconds=30)
+    assert (desk.record("a").granted, desk.record("b").granted) == ((Place("n1", "10.0.0.1"),), (Place("n2", "10.0.0.2", (0, 1, 2, 3)),))
+    desk.claim("late", 2, gpus=4, running=True, keep=("n1", "n2"), holds=(Place("n1", gpus=(0, 1, 2, 3)), Place("n2", gpus=(4, 5, 6, 7))))
+    assert desk.granted() == {"late": ["n2", "n3"]}
+    assert desk.claim("a", 1, seq=2, running=True, keep=("n1",)) == []
+    assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
+
+
+# --- spares
+
+
+def test_spares_are_for_jobs_that_have_run() -> None:
+    desk = Desk(*SPARE)
+    desk.claim("a", 2)
+    desk.claim("b", 1)
+    assert desk.grants("waiting")["b"].because == "0 of 1 nodes: job a holds 2; 2 spares are for jobs that have run"
+    desk.claim("a", 2, seq=2, running=True, keep=("n1",), holds=("n1",), avoid=("n2",))
+    assert desk.granted()["a"] == ["n1", "n8"]
+    assert desk.granted()["b"] == ["n2"]
+    desk.claim("c", 1)
+    assert desk.grants("waiting")["c"].because.endswith("1 spare is for jobs that have run")
+
+
+def test_a_job_that_is_larger_than_the_fleet_without_spares_may_have_them() -> None:
+    desk = Desk(*SPARE)
+    desk.claim("a", 3)
+    assert desk.granted() == {"a": ["n1", "n2", "n8"]}
+
+
+def test_a_spare_is_not_spent_before_it_is_known_that_no_other_node_answers() -> None:
+    desk = Desk(*SPARE)
+    desk.claim("a", 1, holds=("n1",), keep=("n1",), running=True)
+    desk.now += timedelta(seconds=20)
+    desk.look(("n8", "n9"))
+    desk.silent["n2"] = "it is off"
+    desk.learn(Claimed(Claim("a", 1, 2, 2, running=True, keep=("n1",), holds=(Place("n1"),), since=T0)))
+    assert desk.settle() == [Look(("n2",))]
+    desk.look(("n2",))
+    desk.settle()
+    assert desk.granted() == {"a": ["n1", "n8"]}
+
+
+# --- looks
+
+
+def test_nodes_that_were_not_looked_at_lately_are_looked_at_before_they_are_given() -> None:
+    desk = Desk()
+    desk.now += timedelta(seconds=20)
+    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0)))
+    assert desk.settle() == [Look(("n1", "n2", "n3", "n4"))]
+    desk.busy = {"look"}
+    assert desk.settle() == []
+    desk.look()
+    desk.busy = set()
+    desk.settle()
+    assert desk.granted() == {"a": ["n1", "n2"]}
+
+
+def test_a_job_that_would_have_its_nodes_in_a_moment_is_told_nothing_but_not_for_long() -> None:
+    desk = Desk()
+    desk.now += timedelta(seconds=20)
+    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0)))
+    desk.settle()
+    desk.busy = {"look"}
+    assert desk.wakes_in() == 2
+    desk.now += timedelta(seconds=2)
+    assert desk.settle() == []
+    assert desk.wakes_in() == 3
+    desk.now += timedelta(seconds=3)
+    desk.settle()
+    assert desk.grants("waiting")["a"].because == "0 of 2 nodes: it is looked whether the others answer"
+
+
+def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_often_with_time() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.silent["n2"] = "connection refused"
+    desk.wait(minutes=1)
+    desk.claim("a", 2)
+    assert desk.grants("waiting")["a"].because == "1 of 2 nodes: n2 does not answer (connection refused)"
+    looks = []
+    end = desk.now + timedelta(seconds=55)
+    while desk.now < end:
+        desk.now += timedelta(seconds=desk.wakes_in())
+        desk.settle()
+        for look in desk.of(Look):
+            looks.append(round((desk.now - T0).total_seconds()) - 60)
+            desk.look(look.nodes)
+    assert looks[:4] == [2, 4, 6, 8]
+    assert max(later - earlier for earlier, later in pairwise(looks)) > 3
+    del desk.silent["n2"]
+    desk.wait(seconds=10)
+    assert desk.granted() == {"a": ["n1", "n2"]}
+
+
+def test_a_node_at_which_somebody_works_is_given_when_it_is_free() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.held["n1"] = "an examination holds it"
+    desk.wait(minutes=1)
+    desk.claim("a", 1)
+    assert desk.grants("waiting")["a"].because == "0 of 1 nodes: n1: an examination holds it"
+    del desk.held["n1"]
+    desk.wait(seconds=2)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_a_node_under_repair_is_not_given() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.go(RepairBegan("n1", "repair/gpus/n1", "r1", "grace", "to be sure"))
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n2"]}
+    desk.claim("b", 1)
+    assert "n1: it is under repair (repair/gpus/n1/r1)" in desk.grants("waiting")["b"].because
+
+
+def test_a_node_on_which_ranks_of_another_job_live_is_not_given() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.claim("b", 1)
+    desk.claim("b", 0, seq=2)
+    desk.living["n1"] = (Living("b", 1, 1),)
+    desk.look()
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n2"]}
+    desk.claim("c", 1)
+    assert "n1: ranks of job b live there" in desk.grants("waiting")["c"].because
+    desk.living.clear()
+    desk.wait(seconds=2)
+    assert desk.granted() == {"c": ["n1"]}
+
+
+def test_a_node_that_just_came_is_looked_at_first() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.claim("a", 1)
+    desk.claim("b", 1)
+    desk.learn(Applied("act", nodes("n1", "n2"), desk.limits))
+    assert desk.settle() == [Look(("n2",))]
+    desk.look(("n2",))
+    desk.settle()
+    assert desk.granted() == {"b": ["n2"]}
+
+
+# --- no wait can help
+
+
+def test_more_than_the_fleet_has_is_hopeless_and_waits_no_more() -> None:
+    desk = Desk(*nodes("n1"), *nodes("n2", gpus=4))
+    desk.claim("a", 3)
+    assert desk.grants("hopeless")["a"].because == "fleet gpus has 2 nodes, and 3 are wanted"
+    assert not desk.record("a").waits
+    desk.claim("b", 2, gpus=8)
+    assert desk.grants("hopeless")["b"].because == "fleet gpus has 1 node with 8 GPUs or more, and 2 are wanted"
+    desk.claim("c", 2, avoid=("n1", "n2"))
+    assert desk.grants("waiting")["c"].because == "0 of 2 nodes: it avoids n1, n2"
+
+
+def test_a_fleet_whose_file_names_nothing_is_hopeless() -> None:
+    desk = Desk(begun=False)
+    desk.learn(Applied("ask", (), desk.limits))
+    desk.claim("a", 1)
+    assert desk.grants("hopeless")["a"].because == "the file of fleet gpus names no node, and 1 are wanted"
+
+
+def test_a_node_that_left_the_file_still_counts_for_the_job_that_keeps_it() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.claim("a", 2)
+    desk.go(Applied("act", nodes("n1"), desk.limits))
+    desk.claim("a", 2, seq=2, running=True, keep=("n2",))
+    assert desk.granted() == {"a": ["n2", "n1"]}
+
+
+# --- what those hear who wait
+
+
+def test_a_job_hears_only_news_and_not_more_than_every_five_seconds() -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    desk.claim("b", 1)
+    desk.claim("w", 4)
+    assert desk.grants("waiting")["w"].because == "1 of 4 nodes: job a holds 2, job b holds 1"
+    assert desk.go() == []
+    desk.now += timedelta(seconds=1)
+    desk.claim("b", 0, seq=2)
+    assert desk.grants("waiting") == {}
+    assert desk.wakes_in() == 4
+    desk.wait(seconds=4)
+    assert desk.grants("waiting")["w"].because == "2 of 4 nodes: job a holds 2"
+    desk.claim("w", 4, seq=2)
+    assert desk.grants("waiting")["w"].seq == 2
+
+
+def test_names_and_reasons_that_are_many_are_counted() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8", "n9"))
+    for job in "abcde":
+        desk.claim(job, 1)
+    for name in ("n6", "n7", "n8", "n9"):
+        desk.go(QuarantineAsked(name, "dust", "grace"))
+    desk.claim("w", 1)
+    assert desk.grants("waiting")["w"].because == (
+        "0 of 1 nodes: job a holds 1, job b holds 1, job c holds 1, 2 more jobs hold the rest; "
+        "n6 is quarantined (dust), n7 is quarantined (dust), n8 is quarantined (dust) and 1 more are out of service"
+    )
+    desk.claim("w", 0, seq=2)
+    desk.go(ReleaseAsked("n9", "clean", "grace"))
+    desk.claim("a", 2, seq=2, running=True, keep=("n1",), avoid=("n2", "n3", "n4", "n5"))
+    assert desk.granted()["a"] == ["n1", "n9"]
+    desk.claim("a", 3, seq=3, running=True, keep=("n1", "n9"), avoid=("n2", "n3", "n4", "n5"))
+    assert desk.grants("waiting")["a"].because.startswith("2 of 3 nodes: job b holds 1, job c holds 1, job d holds 1, 1 more job holds the")
+    assert desk.grants("waiting")["a"].because.endswith("it avoids n2, n3, n4 and 1 more")
+
+
+def test_a_large_grant_names_a_few_nodes() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5", "n6"))
+    desk.claim("a", 6)
+    assert desk.grants()["a"].because == "n1, n2, n3, n4 and 2 more joined"
+
+
+# --- who gives way
+
+
+def stuck(**more: Any) -> Desk:
+    """Two jobs of four nodes, each with two, that both lost others."""
+    desk = Desk(**more)
+    for job, kept in {"a": ("n1", "n2"), "b": ("n3", "n4")}.items():
+        desk.learn(Claimed(Claim(job, 1, 1, 4, running=True, keep=kept, holds=tuple(Place(one) for one in kept), since=T0)))
+    desk.go()
+    return desk
+
+
+def test_of_two_jobs_that_hold_what_the_other_needs_the_last_gives_way_once() -> None:
+    desk = stuck()
+    assert desk.wakes_in() == 60
+    desk.wait(minutes=9, seconds=50)
+    assert desk.wakes_in() == 10
+    assert desk.grants("yield") == {}
+    desk.wait(seconds=10)
+    because = "job a comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
+    assert desk.grants("yield") == {"b": Grant(1, 1, "yield", because=because)}
+    assert desk.wait(seconds=10) == []
+    desk.claim("b", 4, seq=2, holds=("n3", "n4"))
+    assert desk.granted() == {}
+    desk.claim("b", 4, seq=3)
+    assert desk.granted() == {"a": ["n1", "n2", "n3", "n4"]}
+    assert desk.record("b").waits
+
+
+def test_who_was_asked_to_give_way_and_does_not_is_not_asked_again() -> None:
+    desk = stuck()
+    desk.wait(minutes=10)
+    assert "b" in desk.grants("yield")
+    for _ in range(30):
+        assert desk.wait(minutes=1) == []
+
+
+def test_nobody_gives_way_where_it_helps_nobody() -> None:
+    desk = Desk()
+    desk.learn(Claimed(Claim("a", 1, 1, 4, running=True, keep=("n1",), holds=(Place("n1"),), avoid=("n3",), since=T0)))
+    desk.learn(Claimed(Claim("b", 1, 1, 4, running=True, keep=("n3", "n4"), holds=(Place("n3"), Place("n4"), Place("n7")), since=T0)))
+    desk.go()
+    desk.wait(minutes=11)
+    assert desk.grants("yield") == {}
+    assert desk.record("a").waits and desk.record("b").waits
+
+
+def test_a_grant_to_a_running_job_begins_the_wait_anew() -> None:
+    desk = stuck()
+    desk.now += timedelta(minutes=9)
+    desk.learn(Claimed(Claim("c", 1, 1, 1, priority=1, running=True, holds=(Place("n5"),), since=T0)))
+    desk.go(Applied("act", (*desk.specs, FleetNode(name="n5", address="5", gpus=8)), desk.limits))
+    assert desk.granted() == {"c": ["n5"]}
+    desk.wait(minutes=9, seconds=30)
+    assert desk.grants("yield") == {}
+    assert desk.wakes_in() == 30
+    desk.wait(seconds=30)
+    assert "b" in desk.grants("yield")

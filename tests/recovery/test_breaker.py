@@ -1,0 +1,262 @@
+"""When nothing more is repaired or granted, who may act meanwhile, and how a person ends it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from recovery.evidence import Verdict
+from recovery.fleet_model import (
+    Applied,
+    PauseAsked,
+    Permit,
+    Place,
+    QuarantineAsked,
+    ResumeAsked,
+    Standing,
+    StartRepair,
+    TellJob,
+    TellRepair,
+)
+from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
+
+EIGHT = nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8")
+RESUME = ResumeAsked("looked at it", "grace")
+
+
+def fail(desk: Desk, *names: str, seq: int = 1) -> None:
+    desk.claim("a", 1, seq=seq, holds=("n1",), suspects=tuple(suspect(name, seq, isolate=True) for name in names))
+
+
+def allowed(desk: Desk) -> dict[str, bool]:
+    return {tell.workflow.rpartition("/")[2]: tell.permit.allowed for tell in desk.of(TellRepair)}
+
+
+# --- nodes that are out
+
+
+def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted() -> None:
+    desk = Desk(*EIGHT, nodes_out="25%")
+    fail(desk, "n2", "n3")
+    assert not desk.state.breaker.is_open
+    desk.now += timedelta(minutes=3)
+    fail(desk, "n4", seq=2)
+    assert desk.state.breaker.because == "3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2"
+    assert desk.state.breaker.since == desk.now
+    desk.claim("b", 1)
+    assert desk.grants("waiting")["b"].because == (
+        "the breaker of fleet gpus is open since 12:03 UTC: 3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2; "
+        "starter.py nodes resume closes it"
+    )
+    assert desk.go(ended("n2")) == []
+    assert desk.node("n4").standing is Standing.SUSPECT
+    assert desk.claim("c", 1, running=True, keep=("n8",)) == []
+    assert desk.record("c").granted == (Place("n8", "10.0.0.8"),), "it has that already"
+
+
+def test_a_breaker_that_was_closed_opens_again_only_for_one_more_node() -> None:
+    desk = Desk(*EIGHT, nodes_out=1, repairs_at_once=1)
+    fail(desk, "n2", "n3", "n4", "n5", "n6")
+    assert desk.state.breaker.because == "5 of 8 nodes are out (n2, n3, n4, n5 and 1 more); limits.nodes_out allows 1"
+    desk.claim("b", 1)
+    assert desk.go(RESUME) != []
+    assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
+    assert desk.granted()["b"] == ["n7"]
+    fail(desk, "n8", seq=2)
+    assert desk.state.breaker.because.endswith("limits.nodes_out allows 1, and 5 were when it was resumed")
+
+
+def test_what_a_person_knew_of_is_forgotten_once_it_is_over() -> None:
+    desk = Desk(*EIGHT, nodes_out=1)
+    fail(desk, "n2", "n3")
+    desk.go(RESUME)
+    assert desk.state.out_when_resumed == 2
+    desk.go(ended("n2"), ended("n3"))
+    assert desk.state.out_when_resumed == 0
+    fail(desk, "n4", "n5", seq=2)
+    assert desk.state.breaker.is_open
+
+
+def test_what_people_quarantined_and_what_left_the_file_does_not_count() -> None:
+    desk = Desk(*EIGHT, nodes_out=1)
+    desk.claim("a", 8)
+    desk.go(*(QuarantineAsked(name, "dust", "grace") for name in ("n1", "n2", "n3")))
+    desk.go(Applied("act", EIGHT[:4], desk.limits))
+    assert len(desk.state.nodes) == 8
+    assert not desk.state.breaker.is_open
+
+
+def test_what_a_repair_could_not_mend_counts() -> None:
+    desk = Desk(*EIGHT, nodes_out=1)
+    fail(desk, "n2")
+    desk.go(ended("n2", "refused"))
+    fail(desk, "n3", seq=2)
+    assert desk.state.breaker.because.startswith("2 of 8 nodes are out (n2, n3)")
+
+
+# --- pause
+
+
+def test_a_pause_stops_repairs_and_permits_and_nothing_else() -> None:
+    desk = Desk()
+    desk.go(PauseAsked("new firmware", "grace"))
+    assert (desk.state.breaker.paused, desk.state.breaker.paused_since) == ("grace: new firmware", T0)
+    fail(desk, "n4")
+    desk.claim("b", 1)
+    assert desk.granted() == {"b": ["n2"]}
+    assert desk.of(StartRepair) == []
+    assert desk.go(permit("n3")) == []
+    desk.go(ResumeAsked("", ""))
+    assert desk.of(StartRepair) == [StartRepair("n4", "it failed on n4")]
+    assert not desk.state.breaker.paused
+    assert [notice.split(" ", 1)[1] for notice in desk.state.notices] == [
+        "grace paused repairs: new firmware",
+        "a person resumed repairs: no reason given",
+    ]
+
+
+@pytest.mark.parametrize("open_it", [True, False])
+def test_what_asked_before_a_resume_is_told_to_ask_again(open_it: bool) -> None:
+    desk = Desk(*EIGHT, nodes_out=1)
+    if open_it:
+        fail(desk, "n3", "n4")
+    else:
+        desk.go(PauseAsked("", ""))
+    assert desk.go(permit("n2")) == []
+    desk.now += timedelta(minutes=5)
+    desk.go(RESUME)
+    because = "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at 2026-03-01T12:05+00:00; ask again"
+    assert desk.of(TellRepair) == [TellRepair("repair/gpus/n2", Permit("r1", 1, False, because, stale=True))]
+    assert allowed(desk) == {"n2": False}
+    desk.go(permit("n2", seq=2))
+    assert allowed(desk) == {"n2": True}
+
+
+def asked_while_paused(desk: Desk) -> None:
+    """The fleet repairs n4, which asked while repairs were paused; a person has resumed them."""
+    fail(desk, "n4")
+    desk.go(began("n4"), PauseAsked("", "grace"), permit("n4"))
+    desk.go(RESUME)
+    assert allowed(desk) == {"n4": False}
+
+
+@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.UNHEALTHY])
+def test_what_a_repair_came_to_that_had_to_ask_again_is_examined_anew(verdict: Verdict) -> None:
+    desk = Desk()
+    asked_while_paused(desk)
+    desk.now += timedelta(seconds=1)
+    assert desk.go(ended("n4", "refused", verdict=verdict)) == [StartRepair("n4", "it failed on n4")]
+    assert (desk.node("n4").standing, desk.node("n4").by) == (Standing.REPAIRING, "job a")
+
+
+def test_only_the_last_answer_to_a_repair_says_whether_it_had_to_ask_again() -> None:
+    desk = Desk()
+    asked_while_paused(desk)
+    desk.go(permit("n4", seq=2))
+    assert allowed(desk) == {"n4": True}
+    desk.go(ended("n4", "refused"))
+    assert desk.node("n4").standing is Standing.QUARANTINED
+
+
+def test_a_repair_that_had_to_ask_again_and_proved_the_node_healthy_all_the_same_is_done() -> None:
+    desk = Desk()
+    asked_while_paused(desk)
+    desk.go(ended("n4"))
+    assert desk.node("n4").standing is Standing.IN_SERVICE
+
+
+def test_a_person_s_quarantine_outlasts_a_repair_that_had_to_ask_again() -> None:
+    desk = Desk()
+    asked_while_paused(desk)
+    desk.go(QuarantineAsked("n4", "a fan", "grace"), ended("n4", "refused"))
+    assert (desk.node("n4").standing, desk.node("n4").by) == (Standing.QUARANTINED, "grace")
+
+
+# --- permits
+
+
+def test_a_repair_may_act_and_is_told_so_again_when_it_asks_again() -> None:
+    desk = Desk()
+    desk.go(began("n2"))
+    told = desk.go(permit("n2"))
+    assert told == [TellRepair("repair/gpus/n2", Permit("r1", 1, True, "repair 1 of 2 that may act at a time"))]
+    assert desk.node("n2").repair_acts
+    assert desk.go() == []
+    assert desk.go(permit("n2")) == told
+    assert desk.go(permit("n2", seq=2)) != []
+    assert allowed(desk) == {"n2": True}
+
+
+def test_no_more_repairs_act_than_the_limit_and_the_next_does_when_one_has_ended() -> None:
+    desk = Desk(*EIGHT, repairs_at_once=1)
+    for name in ("n2", "n3", "n4"):
+        desk.learn(began(name), permit(name))
+    desk.go()
+    assert allowed(desk) == {"n2": True}
+    assert desk.go() == []
+    desk.go(ended("n3"))
+    assert desk.orders == []
+    desk.go(ended("n2"))
+    assert allowed(desk) == {"n4": True}
+
+
+def test_a_request_by_a_repair_that_nobody_has_told_of_begins_it() -> None:
+    desk = Desk()
+    desk.go(permit("n2"))
+    assert desk.node("n2").repair == "repair/gpus/n2/r1"
+
+
+def test_a_request_replaces_an_older_one_of_the_same_repair_and_not_a_newer_one() -> None:
+    desk = Desk()
+    desk.go(PauseAsked("", ""))
+    desk.go(permit("n2", seq=1), permit("n2", seq=2), permit("n2", seq=2), permit("n2", seq=1), permit("n3", seq=1))
+    assert [(one.node, one.seq) for one in desk.state.requests] == [("n2", 2), ("n3", 1)]
+
+
+def test_a_repair_of_a_node_that_is_not_in_the_fleet_may_not_act() -> None:
+    desk = Desk()
+    desk.go(permit("n9"))
+    assert desk.of(TellRepair) == [TellRepair("repair/gpus/n9", Permit("r1", 1, False, "n9 is not in fleet gpus"))]
+
+
+def test_one_reboot_too_many_within_an_hour_opens_the_breaker() -> None:
+    desk = Desk(*EIGHT, reboots_per_hour=2)
+    desk.go(permit("n2", "reboot"))
+    desk.go(ended("n2"))
+    desk.wait(minutes=30)
+    desk.go(permit("n3", "reboot"))
+    desk.go(ended("n3"), permit("n4", "reset"))
+    assert allowed(desk) == {"n4": True}
+    desk.go(permit("n4", "reboot", seq=2), permit("n5", "reset"))
+    assert allowed(desk) == {}
+    assert desk.state.breaker.because == "the reboot of n4 (Xid 79) would be number 3 within 1h; limits.reboots_per_hour allows 2"
+    desk.go(RESUME)
+    assert allowed(desk) == {"n4": False, "n5": False}
+    assert desk.state.reboots == ()
+    desk.go(permit("n4", "reboot", seq=3))
+    assert allowed(desk) == {"n4": True}
+
+
+def test_reboots_of_more_than_an_hour_ago_do_not_count() -> None:
+    desk = Desk(*EIGHT, reboots_per_hour=1)
+    desk.go(permit("n2", "reboot"))
+    desk.go(ended("n2"))
+    assert len(desk.state.reboots) == 1
+    desk.wait(hours=1)
+    assert not desk.state.reboots
+    desk.go(permit("n3", "reboot"))
+    assert allowed(desk) == {"n3": True}
+
+
+def test_the_newest_answers_are_kept() -> None:
+    desk = Desk()
+    for seq in range(1, 80):
+        desk.go(permit("n2", seq=seq))
+    assert [one.permit.seq for one in desk.state.answered] == list(range(16, 80))
+
+
+def test_grants_come_with_permits_in_one_settling() -> None:
+    desk = Desk()
+    desk.learn(permit("n2"))
+    assert {type(order) for order in desk.claim("a", 1)} == {TellRepair, TellJob}

@@ -1,0 +1,143 @@
+"""What a job tells its fleet, and what it does when it has to leave a node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from recovery.causes import Cause
+from recovery.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
+from recovery.events import LeaveAsked, LeaveDue, NodesAcquired, NodesMissing, RetryRequested, Submitted
+from recovery.fleet_model import Place
+from recovery.model import Avoided, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
+from recovery.ranks import keep_places, rank_environments, seat
+from tests.recovery.builders import T0, at, exited, fault, new_job, play, running, step
+
+
+def incident(generation: int = 1, cause: Cause = Cause.GPU_FATAL, nodes: tuple[str, ...] = ("n2",), **changes: object) -> Incident:
+    made = Incident(T0, generation, cause, "Xid 79 on n2", nodes=nodes, gpus=("0000:05:00",), code="Xid 79")
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_a_job_that_has_run_nothing_wants_all_its_nodes_and_has_none() -> None:
+    job = new_job(gpus_per_node=4, priority=3)
+    wanted = claim(job, 1)
+    assert (wanted.job, wanted.submission, wanted.seq) == ("llama", 1000, 1)
+    assert (wanted.nodes, wanted.gpus, wanted.priority, wanted.since) == (2, 4, 3, T0)
+    assert (wanted.running, wanted.keep, wanted.holds, wanted.suspects) == (False, (), (), ())
+
+
+def test_a_replacement_keeps_what_is_kept_and_holds_whatever_ranks_may_live_on() -> None:
+    job = replace(running(), slots=(Slot("n1", "10.0.0.1", gpus=(0, 1)), Slot("n2", "10.0.0.2")), maybe_alive=("n1", "n2", "n9"))
+    wanted = claim(job, 7, keep=("n1",), avoid=("n2",))
+    assert (wanted.running, wanted.keep, wanted.avoid) == (True, ("n1",), ("n2",))
+    assert wanted.holds == (Place("n1", "10.0.0.1", (0, 1)), Place("n2", "10.0.0.2"), Place("n9"))
+
+
+def test_a_job_that_gives_way_queues_like_one_that_never_ran() -> None:
+    assert claim(running(), 2, queue=True).running is False
+
+
+def test_what_is_given_back_is_all_but_where_ranks_may_live() -> None:
+    job = replace(running(), maybe_alive=("n2",))
+    said = give_back(job, 9)
+    assert (said.nodes, said.keep, [place.node for place in said.holds]) == (0, (), ["n2"])
+
+
+def test_every_incident_names_its_nodes_and_only_a_rung_isolates_them() -> None:
+    job = replace(running(), incidents=(incident(1, nodes=("n1", "n2")),), incident=incident(3, Cause.APPLICATION))
+    assert [(one.node, one.generation, one.gpus, one.isolate) for one in suspects(job)] == [
+        ("n1", 1, ("0000:05:00",), False),
+        ("n2", 1, (), False),
+        ("n2", 3, ("0000:05:00",), False),
+    ]
+    by_person = replace(job, avoided=(Avoided("n2", "asked for by ada", T0),))
+    assert not any(one.isolate for one in suspects(by_person))
+    by_rung = replace(job, avoided=(Avoided("n2", "Xid 79", T0, isolated=True),))
+    assert [one.node for one in suspects(by_rung) if one.isolate] == ["n2", "n2"]
+
+
+def test_a_job_that_ends_by_a_broken_node_leaves_it_to_nobody_unexamined() -> None:
+    failed = Stop(Phase.FAILED, "no tries left", 1)
+    assert suspects(replace(running(), incident=incident(), ending=failed))[0].isolate
+    assert not suspects(replace(running(), incident=incident(cause=Cause.APPLICATION), ending=failed))[0].isolate
+    assert not suspects(replace(running(), incident=incident(), ending=replace(failed, phase=Phase.CANCELLED)))[0].isolate
+    assert not suspects(replace(running(), incidents=(incident(closed=at(1)),), ending=failed))[0].isolate
+
+
+def test_what_is_told_is_bounded() -> None:
+    many = tuple(incident(number, nodes=tuple(f"n{node}" for node in range(20))) for number in range(20))
+    told = suspects(replace(running(), incidents=many))
+    assert len(told) == SUSPECTS_TOLD and {one.generation for one in told} == {18, 19}
+    assert len({one.node for one in told}) == SUSPECTS_OF_ONE
+
+
+def test_a_rung_that_isolates_is_told_from_a_person_who_avoids() -> None:
+    xid = "[   42.000000] NVRM: Xid (PCI:0000:05:00): 79, pid=4711, GPU has fallen off the bus."
+    job, _ = step(running(), fault(running(), exited(signal=6, kernel=(xid,))))
+    assert [(one.node, one.isolated) for one in job.avoided] == [("n2", True)]
+    job, _ = step(running(), RetryRequested("", "ada", ("n2",)))
+    assert [(one.node, one.isolated) for one in job.avoided] == [("n2", False)]
+
+
+# --- leaving
+
+
+def asked(job: JobState, node: str = "n2") -> JobState:
+    return step(job, LeaveAsked(node, "new power supply", "grace", at(60)))[0]
+
+
+def test_a_job_that_is_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
+    job, decision = step(running(), LeaveAsked("n2", "new power supply", "grace", at(60)))
+    assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
+    assert [(one.node, one.by, one.until) for one in job.leaving] == [("n2", "grace", at(60))]
+    assert job.notices == ("grace wants n2 by 2026-11-21T03:01+00:00: new power supply",)
+    again = asked(job)
+    assert again.leaving == job.leaving, "asked twice it leaves once"
+
+
+def test_when_it_has_to_leave_it_is_launched_without_that_node_and_nothing_is_spent() -> None:
+    before = asked(running())
+    job, decision = step(before, LeaveDue("n2"), at(60))
+    assert isinstance(decision, Relaunch) and (decision.without, decision.keep_nodes) == (("n2",), True)
+    assert decision.because == "grace wants n2: new power supply"
+    assert (job.generation, job.restarts_spent, job.tries, job.incident) == (before.generation + 1, 0, (), None)
+    job, _ = step(job, NodesAcquired((Slot("n1", "10.0.0.1"), Slot("n3", "10.0.0.3"))))
+    assert job.leaving == ()
+
+
+def test_a_node_that_is_not_its_own_is_not_left() -> None:
+    job = asked(running(), "n7")
+    assert (job.leaving, job.notices) == ((), ())
+    assert isinstance(step(job, LeaveDue("n7"))[1], Ignore)
+
+
+def test_nobody_leaves_twice_or_while_something_else_is_done() -> None:
+    waiting, _ = play(new_job(), Submitted("", ""), NodesMissing("0 of 2"))
+    assert isinstance(step(waiting, LeaveDue("n2"))[1], Ignore)
+    assert isinstance(step(running(), LeaveDue("n2"))[1], Ignore)
+
+
+# --- nodes that come late, and places
+
+
+def test_a_fleet_that_says_again_what_is_missing_does_not_prolong_the_wait() -> None:
+    job, first = play(new_job(), Submitted("", ""), NodesMissing("0 of 2"))
+    _, second = step(job, NodesMissing("1 of 2"), at(500))
+    assert isinstance(first, Wait) and isinstance(second, Wait)
+    assert first.until == second.until == T0 + timedelta(days=1)
+
+
+def test_who_had_a_place_keeps_it_and_newcomers_fill_the_gaps() -> None:
+    slots = seat((), tuple(map(Place, ("n1", "n2", "n3"))))
+    granted = tuple(map(Place, ("n1", "n3", "n7")))
+    assert [place.node for place in keep_places(slots, granted)] == ["n1", "n7", "n3"]
+    assert [place.node for place in keep_places((), granted)] == ["n1", "n3", "n7"]
+    assert [place.node for place in keep_places(slots, tuple(map(Place, ("n8", "n2", "n9"))))] == ["n8", "n2", "n9"]
+
+
+def test_a_job_that_shares_a_node_sees_its_own_gpus_only() -> None:
+    shared, alone = seat((), (Place("n1", "10.0.0.1", (4, 5)), Place("n2", "10.0.0.2")))
+    found = rank_environments(0, shared, new_job().spec)
+    assert {(rank["CUDA_VISIBLE_DEVICES"], rank["CUDA_DEVICE_ORDER"]) for rank in found} == {("4,5", "PCI_BUS_ID")}
+    assert not any("CUDA_VISIBLE_DEVICES" in rank for rank in rank_environments(1, alone, new_job().spec))

@@ -1,0 +1,488 @@
+"""What no fleet does, whatever jobs, nodes, repairs and people do, in whatever order; and that whoever can be served is, in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from random import Random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from recovery.causes import Cause
+from recovery.evidence import Verdict
+from recovery.fleet import learn, next_wake, settle
+from recovery.fleet_memory import memory
+from recovery.fleet_model import (
+    Applied,
+    AskToClaim,
+    AskToLeave,
+    Claim,
+    Claimed,
+    ClaimRecord,
+    Fact,
+    FleetState,
+    Grant,
+    JobsClosed,
+    JobsFound,
+    Living,
+    Look,
+    Looked,
+    NodeLook,
+    Order,
+    PauseAsked,
+    PermitRequest,
+    PermitWanted,
+    Place,
+    QuarantineAsked,
+    Reclaim,
+    Reclaimed,
+    ReleaseAsked,
+    Remembered,
+    RepairBegan,
+    RepairEnded,
+    ResumeAsked,
+    Standing,
+    StartRepair,
+    Suspect,
+    TellJob,
+    TellRepair,
+)
+from recovery.spec import FleetLimits, FleetNode
+from tests.recovery.fleet_builders import T0, nodes
+from tests.recovery.generated import searched
+
+STATES: TypeAdapter[FleetState] = TypeAdapter(FleetState)
+FILE = (*nodes("n1", "n2", "n3", "n4"), *nodes("n5", gpus=4), *nodes("n6", gpus=0), *nodes("n7", spare=True))
+LIMITS = FleetLimits(repairs_at_once=2, nodes_out=1, reboots_per_hour=2, replacement_wait=timedelta(minutes=2))
+ONCE = (Applied, Claimed, Looked, JobsClosed, QuarantineAsked, Reclaimed, Remembered, RepairBegan, RepairEnded)
+JOBS = ("a", "b", "c", "d", "e")
+CAUSES = (Cause.GPU_FATAL, Cause.UNKNOWN, Cause.HANG, Cause.NODE_FAULT)
+
+
+@dataclass
+class Job:
+    """A submission: it does what it is told, and says what it does, in order."""
+
+    name: str
+    submission: int
+    wanted: int
+    gpus: int
+    priority: int
+    seq: int = 0
+    generation: int = 0
+    places: tuple[Place, ...] = ()
+    """Where ranks of it may live."""
+    avoid: tuple[str, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
+    waits: bool = True
+    hopeless: bool = False
+    runs: bool = False
+
+    def holds(self, node: str) -> bool:
+        return any(place.node == node for place in self.places)
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = T0
+        self.state = FleetState("gpus")
+        self.ended: tuple[FleetState, ...] = ()
+        self.jobs: dict[str, Job] = {}
+        self.closed: list[Job] = []
+        self.submissions = 0
+        self.ranks: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {node.name: {} for node in FILE}
+        """By node: whose ranks live there, with which GPUs."""
+        self.silent: set[str] = set()
+        self.to_fleet: list[Fact] = []
+        self.to_jobs: list[tuple[str, Grant]] = []
+        self.quarantined: set[str] = set()
+        """By people, and not released since."""
+        self.repairs: dict[str, int] = {}
+        """Nodes under repair, and its run."""
+        self.runs = 0
+        self.begun_anew = False
+        self.begin()
+
+    def begin(self) -> None:
+        """The fleet's workflow is new, and knows nothing but what the run before it says at some time."""
+        self.to_fleet = [fact for fact in self.to_fleet if not isinstance(fact, Remembered)]
+        self.ended = (self.state,) if self.state.remembered else (self.state, *self.ended)
+        self.to_fleet.append(memory(*self.ended))
+        self.state = FleetState("gpus")
+        self.looking: list[tuple[str, ...]] = []
+        self.reclaiming: list[Reclaim] = []
+        self.acting: set[str] = set()
+        self.learn(Applied("act", FILE, LIMITS))
+        self.learn(JobsFound(tuple(sorted(self.jobs))))
+
+    # --- the fleet
+
+    def learn(self, fact: Fact) -> None:
+        once = learn(self.state, fact, self.now)
+        if isinstance(fact, ONCE):
+            assert replace(learn(once, fact, self.now), notices=once.notices) == once
+        self.state = once
+
+    def settle(self) -> None:
+        busy = {"look"} if self.looking else set()
+        busy |= {f"reclaim/{one.job}/{one.submission}" for one in self.reclaiming}
+        before = self.state
+        settled = settle(before, self.now, frozenset(busy))
+        self.state = settled.state
+        self.check_quarantines()
+        if not self.begun_anew:  # else a job may come and say that it holds what was given away, because no rank of it lived there
+            self.check_places()
+        for order in settled.orders:
+            self.check(order, before)
+            self.carry_out(order)
+        again = settle(self.state, self.now, frozenset(busy | {"look"}))
+        news = [order for order in again.orders if not isinstance(order, TellJob) or order.grant.kind != "waiting"]
+        assert news == [], "what was ordered is ordered once"
+        assert next_wake(self.state, self.now) > self.now
+
+    def check_quarantines(self) -> None:
+        if not self.state.remembered:
+            return
+        if any("are forgotten" in notice for notice in self.state.notices):
+            self.quarantined.clear()
+        self.quarantined &= {node.name for node in self.state.nodes}
+        out = {node.name for node in self.state.nodes if node.standing is Standing.QUARANTINED}
+        assert self.quarantined <= out, "only a person takes back what a person said, whatever began anew since"
+
+    def check_places(self) -> None:
+        taken: dict[tuple[str, int], str] = {}
+        gpus = {node.name: node.spec.gpus for node in self.state.nodes}
+        for record in self.state.claims:
+            for place in record.places:
+                for gpu in place.gpus or range(gpus.get(place.node, 0)):
+                    assert taken.setdefault((place.node, gpu), record.claim.job) == record.claim.job, "no GPU has two owners"
+
+    def check(self, order: Order, before: FleetState) -> None:
+        match order:
+            case TellJob() if order.grant.kind == "granted":
+                self.check_grant(order.grant, next(one for one in self.state.claims if one.claim.job == order.job), before)
+            case StartRepair():
+                node = next(node for node in before.nodes if node.name == order.node)
+                assert node.standing is Standing.SUSPECT and not node.repair
+                assert order.node not in self.repairs or self.begun_anew, "never twice without an end"
+                assert not self.state.breaker.is_open and not self.state.breaker.paused
+                assert not any(place.node == order.node for record in self.state.claims for place in record.places)
+                assert not self.ranks[order.node] or order.node in self.silent
+                assert sum(node.standing is Standing.REPAIRING for node in self.state.nodes) <= 2
+            case TellRepair() if order.permit.allowed:
+                assert not self.state.breaker.is_open or self.was_told(before, order)
+            case Reclaim():
+                present = self.jobs.get(order.job)
+                assert present is None or present.submission > order.submission or order.job in self.said_it_ended()
+            case _:
+                pass
+
+    def check_grant(self, grant: Grant, record: ClaimRecord, before: FleetState) -> None:
+        claim = record.claim
+        if any(one.claim == claim and one.answer == grant for one in before.claims):
+            return  # told again
+        names = [place.node for place in grant.places]
+        assert (grant.submission, grant.seq) == (claim.submission, claim.seq)
+        assert len(names) == len(set(names)) == claim.nodes
+        assert not set(names) & set(claim.avoid)
+        assert not self.state.breaker.is_open
+        for place in grant.places:
+            node = next(node for node in self.state.nodes if node.name == place.node)
+            assert node.drain is None
+            assert node.standing is Standing.IN_SERVICE or (place.node in claim.keep and node.standing is Standing.QUARANTINED)
+            assert not place.gpus or len(place.gpus) == claim.gpus
+            mine = set(place.gpus or range(node.spec.gpus))
+            for (job, _), gpus in self.ranks[place.node].items():
+                assert job == claim.job or not mine & set(gpus or range(node.spec.gpus)), "nobody else lives there, in truth"
+
+    def was_told(self, before: FleetState, order: TellRepair) -> bool:
+        return any(one.permit == order.permit for one in before.answered)
+
+    def said_it_ended(self) -> list[str]:
+        return [record.claim.job for record in self.state.claims if record.closed] + [one.job for one in self.state.given_back]
+
+    def carry_out(self, order: Order) -> None:
+        match order:
+            case Look():
+                self.looking.append(order.nodes)
+            case TellJob():
+                self.to_jobs.append((order.job, order.grant))
+            case Reclaim():
+                self.reclaiming.append(order)
+            case AskToClaim():
+                job = self.jobs.get(order.job)
+                if job is not None:
+                    self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=bool(job.places))
+            case StartRepair() if order.node not in self.repairs:
+                self.runs += 1
+                self.repairs[order.node] = self.runs
+                self.to_fleet.append(RepairBegan(order.node, f"repair/gpus/{order.node}", str(self.runs), "fleet gpus", order.because))
+            case TellRepair() if order.permit.allowed:
+                node = order.workflow.rpartition("/")[2]
+                if str(self.repairs.get(node)) == order.permit.run:
+                    self.acting.add(node)
+                assert len(self.acting) <= 2
+            case AskToLeave():
+                job = self.jobs.get(order.job)
+                if job is not None and job.runs and job.holds(order.withdraw.node):
+                    self.relaunch(job, order.withdraw.node)
+            case _:
+                pass
+
+    # --- the world
+
+    def claim(self, job: Job, wanted: int, keep: tuple[str, ...] = (), *, runs: bool = False) -> None:
+        job.seq += 1
+        # Who goes on with all that it has waits for no answer.
+        job.waits = wanted > len(keep)
+        job.runs = job.runs or 0 < wanted <= len(keep)
+        claim = Claim(
+            job.name,
+            job.submission,
+            job.seq,
+            wanted,
+            job.gpus,
+            job.priority,
+            T0 + timedelta(seconds=job.submission),
+            runs,
+            keep,
+            job.places,
+            job.avoid,
+            job.suspects,
+        )
+        self.to_fleet.append(Claimed(claim))
+
+    def submit(self, name: str, wanted: int, gpus: int, priority: int) -> None:
+        self.submissions += 1
+        job = self.jobs[name] = Job(name, self.submissions, wanted, gpus, priority)
+        self.claim(job, wanted)
+
+    def stop(self, job: Job, node: str) -> None:
+        """Proven, or fenced where the node does not answer."""
+        self.ranks[node] = {who: gpus for who, gpus in self.ranks[node].items() if who[0] != job.name or who[1] > job.submission}
+
+    def relaunch(self, job: Job, without: str, suspects: tuple[Suspect, ...] = ()) -> None:
+        for place in job.places:
+            self.stop(job, place.node)
+        job.places = tuple(place for place in job.places if place.node != without)
+        job.avoid = (*job.avoid, without)[-2:]
+        job.suspects = (*job.suspects, *suspects)[-4:]
+        job.runs = False
+        self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=True)
+
+    def end(self, job: Job) -> None:
+        for place in job.places:
+            self.stop(job, place.node)
+        job.places, job.runs = (), False
+        self.claim(job, 0)
+        del self.jobs[job.name]
+
+    def hear(self, name: str, grant: Grant) -> None:
+        job = self.jobs.get(name)
+        if job is None or (grant.submission, grant.seq) != (job.submission, job.seq):
+            return
+        if grant.kind == "hopeless":
+            job.waits, job.hopeless = False, True
+        if grant.kind == "yield" and job.waits:
+            for place in job.places:
+                self.stop(job, place.node)
+            job.places = ()
+            self.claim(job, job.wanted)
+        if grant.kind == "granted" and job.waits:
+            kept = {place.node: place for place in job.places}
+            for node in {*grant.holding, *kept, *(place.node for place in grant.places)}:
+                self.stop(job, node)
+            job.places = grant.places
+            job.waits, job.runs = False, True
+            job.generation += 1
+            for place in grant.places:
+                if place.node not in self.silent:
+                    self.ranks[place.node][name, job.submission] = place.gpus
+
+    def see(self, node: str) -> NodeLook:
+        if node in self.silent:
+            return NodeLook(node, silent="no route to host")
+        held = "a repair holds it" if node in self.repairs else ""
+        living = tuple(Living(job, submission, 1) for job, submission in sorted(self.ranks[node]))
+        return NodeLook(node, boot_id="boot", held=held, living=living)
+
+    def release(self, node: str) -> None:
+        self.learn(ReleaseAsked(node, "clean", "grace"))
+        if any(one.name == node and not one.gone for one in self.state.nodes):
+            self.quarantined.discard(node)
+
+    def finish_look(self) -> None:
+        self.learn(Looked(tuple(self.see(node) for node in self.looking.pop(0))))
+
+    def finish_reclaim(self) -> None:
+        order = self.reclaiming.pop(0)
+        clean = tuple(node for node in order.nodes if node not in self.silent)
+        for node in clean:
+            gone = [who for who in self.ranks[node] if who[0] == order.job and who[1] <= order.submission]
+            for who in gone:
+                del self.ranks[node][who]
+        self.learn(Reclaimed(order.job, order.submission, clean))
+
+    def finish_repair(self, node: str, outcome: Any) -> None:
+        run = self.repairs.pop(node)
+        self.acting.discard(node)
+        healthy = Verdict.HEALTHY if outcome == "done" else Verdict.UNKNOWN
+        self.to_fleet.append(RepairEnded(node, f"repair/gpus/{node}", str(run), "fleet gpus", "", outcome, healthy, "it was examined"))
+
+    def deliver(self) -> None:
+        if self.to_fleet:
+            self.learn(self.to_fleet.pop(0))
+
+    def move(self, number: int) -> None:
+        draw = Random(number)
+        kind = draw.choice(MOVES)
+        node = draw.choice(FILE).name
+        name = draw.choice(JOBS)
+        job = self.jobs.get(name)
+        match kind:
+            case "wait":
+                self.now += timedelta(seconds=draw.choice((1, 2, 5, 11, 60, 130, 700)))
+            case "deliver":
+                self.deliver()
+            case "repeat" if self.state.claims:
+                self.learn(Claimed(draw.choice(self.state.claims).claim))
+            case "hear" if self.to_jobs:
+                self.hear(*self.to_jobs.pop(0))
+            case "look" if self.looking:
+                self.finish_look()
+            case "lost" if self.looking:
+                self.looking.pop(0)
+            case "reclaim" if self.reclaiming:
+                self.finish_reclaim()
+            case "submit" if job is None:
+                self.submit(name, draw.randint(1, 4), draw.choice((0, 0, 2, 4, 8)), draw.choice((0, 0, 1)))
+            case "end" if job is not None:
+                self.end(job)
+            case "terminate" if job is not None:
+                self.closed.append(self.jobs.pop(name))
+            case "notice" if self.closed:
+                gone = self.closed.pop(0)
+                self.to_fleet.append(JobsClosed(((gone.name, gone.submission),)))
+            case "fail" if job is not None and job.runs:
+                bad = draw.choice(job.places).node
+                cause = draw.choice(CAUSES)
+                evidence = Suspect(bad, self.now, job.generation, cause, f"{cause} on {bad}", isolate=cause in (CAUSES[0], CAUSES[3]))
+                self.relaunch(job, bad, (evidence,))
+            case "silence":
+                self.silent ^= {node}
+            case "repair" if self.repairs:
+                self.finish_repair(draw.choice(sorted(self.repairs)), draw.choice(("done", "done", "refused", "ambiguous")))
+            case "permit" if self.repairs:
+                at = draw.choice(sorted(self.repairs))
+                step: Any = draw.choice(("reset", "reboot"))
+                request = PermitRequest(f"repair/gpus/{at}", str(self.repairs[at]), draw.randint(1, 3), at, step, "Xid 79", self.now)
+                self.to_fleet.append(PermitWanted(request))
+            case "quarantine":
+                self.learn(QuarantineAsked(node, "dust", "grace", draw.choice((None, timedelta(minutes=30)))))
+                self.quarantined.add(node)
+            case "release":
+                self.release(node)
+            case "pause":
+                self.learn(PauseAsked("", "grace"))
+            case "anew":
+                self.begun_anew = True
+                self.begin()
+            case "resume":
+                self.learn(ResumeAsked("", "grace"))
+            case "file":
+                left: tuple[FleetNode, ...] = tuple(one for one in FILE if one.name != node or draw.random() < 0.5)
+                self.learn(Applied("act", left, LIMITS))
+            case _:
+                pass
+        self.settle()
+
+    def calm_down(self) -> None:
+        """Everything answers, nobody fails, all that is under way ends well."""
+        self.silent.clear()
+        while self.to_fleet:
+            self.deliver()
+        self.learn(Applied("act", FILE, LIMITS))
+        self.learn(ResumeAsked("", "grace"))
+        for node in FILE:
+            self.release(node.name)
+        while self.closed:
+            gone = self.closed.pop(0)
+            self.to_fleet.append(JobsClosed(((gone.name, gone.submission),)))
+
+    def go_on(self) -> None:
+        while self.to_fleet:
+            self.deliver()
+        for node in sorted(self.repairs):
+            self.finish_repair(node, "done")
+        while self.looking:
+            self.finish_look()
+        while self.reclaiming:
+            self.finish_reclaim()
+        self.settle()
+        while self.to_jobs:
+            self.hear(*self.to_jobs.pop(0))
+        self.now = min(next_wake(self.state, self.now), self.now + timedelta(seconds=60))
+        self.settle()
+
+
+MOVES = (
+    *("wait",) * 5,
+    *("deliver",) * 8,
+    *("hear",) * 6,
+    *("look",) * 6,
+    *("submit",) * 5,
+    *("fail", "permit") * 4,
+    *("reclaim", "repair", "notice") * 2,
+    *("repeat", "lost", "end", "terminate", "silence", "quarantine", "release", "pause", "resume", "file", "anew"),
+)
+RUNS = st.lists(st.integers(0, 2**16), min_size=40, max_size=120)
+
+
+@given(RUNS)
+@searched(15)
+def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: list[int]) -> None:
+    world = World()
+    for number in numbers:
+        world.move(number)
+    assert settle(world.state, world.now, frozenset()) == settle(world.state, world.now, frozenset())
+    assert STATES.validate_json(STATES.dump_json(world.state)) == world.state
+    world.calm_down()
+    for _ in range(60):
+        world.go_on()
+        for job in [job for job in world.jobs.values() if job.runs]:
+            world.end(job)
+        if not world.state.claims and not any(world.ranks.values()):
+            break
+    assert {job.name for job in world.jobs.values() if not job.hopeless} == set(), "every claim that can be served was"
+    assert not any(world.ranks.values())
+    assert {record.claim.job for record in world.state.claims} <= {job.name for job in world.jobs.values()}
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from((0, 2, 4, 8))), min_size=1, max_size=12))
+@searched(15)
+def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_they_want_the_same(wanted: list[tuple[int, int]]) -> None:
+    """A job is never served before an earlier one that wants no more of it, however long the earlier one waits."""
+    now: datetime = T0
+    state = FleetState("gpus")
+    specs = nodes("n1", "n2", "n3", "n4")
+    looks = Looked(tuple(NodeLook(node.name) for node in specs))
+    for fact in (Applied("act", specs, LIMITS), JobsFound(()), Remembered(), looks):
+        state = learn(state, fact, now)
+    for number, (count, gpus) in enumerate(wanted):
+        claim = Claim(f"j{number:02}", 1, 1, count, gpus, since=T0 + timedelta(seconds=number))
+        state = learn(state, Claimed(claim), now)
+    served: list[int] = []
+    running: list[str] = []
+    for _ in range(2 * len(wanted)):
+        settled = settle(state, now, frozenset())
+        state = settled.state
+        granted = [order.job for order in settled.orders if isinstance(order, TellJob) and order.grant.kind == "granted"]
+        served += [int(job[1:]) for job in granted]
+        running += granted
+        if running:
+            state = learn(state, Claimed(Claim(running.pop(0), 1, 2, 0)), now)
+        state = learn(state, looks, now)
+    assert served == list(range(len(wanted)))
