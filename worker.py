@@ -13,6 +13,7 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
+from activities.fleet import FleetActivities
 from activities.job import JobActivities
 from activities.logs import LogActivities
 from activities.node import NodeActivities
@@ -33,6 +35,7 @@ from connection import connect, ensure_namespace
 from console.files import read_fleet
 from recovery.spec import FleetSpec
 from settings import Mistake, Settings, describe_settings, read_settings
+from workflows.fleet import Fleet
 from workflows.node_repair import NodeRepair
 from workflows.training_job import TrainingJob
 
@@ -46,6 +49,33 @@ class WorkerFleets:
 
     specs: dict[str, FleetSpec] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
+    files: dict[str, tuple[Path, Callable[[Path, FleetSpec], Backend]]] = field(default_factory=dict)
+    """Where each was read, and what makes its backend; a fleet that is in no file stays as it is."""
+    replaced: list[Backend] = field(default_factory=list)
+    """Backends of fleets as they were: whatever goes on over them comes to its end."""
+
+    def read_again(self, fleet: str) -> FleetSpec:
+        """Read the fleet's file anew, and serve what it says now.
+
+        Raises:
+            KeyError: there is no such fleet.
+            ValueError: the file cannot be used any more; the fleet is served as it was.
+        """
+        before = self.spec(fleet)
+        if fleet not in self.files:
+            return before
+        path, make_backend = self.files[fleet]
+        try:
+            spec = read_fleet(path)
+            if spec.name != fleet:
+                raise Mistake(f"fleet file {path}: it is of fleet {spec.name!r} now, expected {fleet!r} until the worker is started anew")
+            if spec != before:
+                backend = make_backend(path, spec)
+                self.replaced.append(self.backends[fleet])
+                self.specs[fleet], self.backends[fleet] = spec, backend
+        except Mistake as mistake:
+            raise ValueError(str(mistake)) from None
+        return spec
 
     def spec(self, fleet: str) -> FleetSpec:
         if fleet not in self.specs:
@@ -57,7 +87,7 @@ class WorkerFleets:
         return self.backends[fleet]
 
     async def close(self) -> None:
-        for backend in self.backends.values():
+        for backend in (*self.replaced, *self.backends.values()):
             await backend.close()
 
 
@@ -69,27 +99,30 @@ def make_fleets(settings: Settings) -> WorkerFleets:
     """
     fleets = WorkerFleets()
     agent = build_agent(settings.state / "agent")
+
+    def make_backend(path: Path, spec: FleetSpec) -> Backend:
+        if spec.backend != "local":
+            raise Mistake(f"fleet file {path}: backend {spec.backend!r} is not supported yet, expected local")
+        return LocalBackend(spec, settings.state, agent, settings.answer_within)
+
     for path in settings.fleets:
         spec = read_fleet(path)
         if spec.name in fleets.specs:
             raise Mistake(f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker")
-        if spec.backend != "local":
-            raise Mistake(f"fleet file {path}: backend {spec.backend!r} is not supported yet, expected local")
-        fleets.specs[spec.name] = spec
-        fleets.backends[spec.name] = LocalBackend(spec, settings.state, agent, settings.answer_within)
+        fleets.backends[spec.name] = make_backend(path, spec)
+        fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
     return fleets
 
 
 def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Worker:
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
-    nodes = NodeActivities(fleets)
+    nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
     records, logs = RecordActivities(settings.state / "archive"), LogActivities(fleets, settings.state / "archive")
     return Worker(
         client,
         task_queue=settings.task_queue,
-        workflows=[TrainingJob, NodeRepair],
+        workflows=[TrainingJob, NodeRepair, Fleet],
         activities=[
-            jobs.acquire_nodes,
             jobs.launch_ranks,
             jobs.stop_ranks,
             watch.watch_ranks,
@@ -98,6 +131,13 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             nodes.check_nodes,
             nodes.read_terms,
             nodes.order_repair,
+            fleet.read_fleet,
+            fleet.look_at_nodes,
+            fleet.last_state,
+            fleet.find_jobs,
+            fleet.closed_jobs,
+            fleet.reclaim,
+            fleet.tell_fleet,
             logs.read_logs,
             logs.read_incidents,
         ],

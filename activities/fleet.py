@@ -1,0 +1,335 @@
+"""What a fleet asks of the world: what its file says, how its nodes are, which jobs run; and stopping ranks that nobody answers for.
+
+And `tell_fleet`, by which everybody else speaks to a fleet: it begins one where there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+from temporalio import activity
+from temporalio.client import (
+    Client,
+    WorkflowExecution,
+    WorkflowExecutionDescription,
+    WorkflowExecutionStatus,
+    WorkflowHandle,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+)
+from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.job import AT_ONCE
+from activities.stopping import StopRanksInput, beating, stop_everywhere
+from backends.base import Backend, BackendError, Fleets
+from recovery.fleet_memory import memory
+from recovery.fleet_model import Applied, FleetState, Living, NodeLook, Remembered
+from recovery.model import Token
+from recovery.policy import Timeouts
+from recovery.spec import FleetSpec
+from workflows.fleet_messages import FleetFile, FleetInput
+from workflows.messages import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
+
+TASK_TIMEOUT = timedelta(seconds=10)
+"""Of the fleet's workflow tasks: a worker that has just started reads looks at thousands of nodes again before it can answer."""
+LOOK_AGAIN = 2.0
+"""Seconds between two tries to stop ranks on nodes that did not answer."""
+GIVE_BACK_AFTER = timedelta(seconds=5)
+"""How long the nodes that are proven clean wait for those that do not answer, before they are given back without them."""
+RECLAIM_WITHIN = timedelta(minutes=5)
+"""After which an attempt ends that got no node back; the next one begins with what is known by then."""
+DESCRIBED_AT_ONCE = 16
+"""More would be a burst for a server that has other things to do."""
+REMEMBER_WITHIN = timedelta(seconds=10)
+"""For runs that have ended to say what they knew: a worker replays a long one in a second or two."""
+LIST_AGAIN = 0.1
+"""Seconds: a server lists what has begun within a second."""
+MOST_RUNS = 8
+"""Looked back through: each had ended before it had learned what there was before it."""
+FLEET_UNKNOWN = "FleetUnknown"
+FEW_JOBS = 16
+"""Up to here it is cheaper to ask for each job than to have the server list all that run."""
+
+
+class FleetFiles(Fleets, Protocol):
+    def read_again(self, fleet: str) -> FleetSpec:
+        """Read the fleet file anew.
+
+        Raises:
+            KeyError: this worker has no such fleet.
+            ValueError: the file cannot be used; the fleet is served as it was.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LookInput:
+    fleet: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedJobsInput:
+    fleet: str
+    claims: tuple[tuple[str, int], ...]
+    """(job, submission)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimInput:
+    fleet: str
+    job: str
+    submission: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellFleetInput:
+    fleet: str
+    signal: str
+    message: Any
+
+
+class FleetActivities:
+    def __init__(self, fleets: FleetFiles, client: Client, task_queue: str) -> None:
+        self._fleets = fleets
+        self._client = client
+        self._task_queue = task_queue
+
+    @activity.defn
+    async def read_fleet(self, fleet: str) -> FleetFile:
+        try:
+            spec = self._fleets.read_again(fleet)
+        except (KeyError, ValueError) as error:
+            return FleetFile(None, str(error.args[0]))
+        return FleetFile(Applied(spec.repairs, spec.nodes, spec.limits))
+
+    @activity.defn
+    async def last_state(self, fleet: str) -> Remembered:
+        """What the fleet knew before this run of it began; nothing where there was none, or nobody can say it any more."""
+        known: list[FleetState] = []
+        try:
+            async with asyncio.timeout(REMEMBER_WITHIN.total_seconds()):
+                for run in await self._runs_before(fleet):
+                    if (state := await self._state_of(run)) is None:
+                        continue
+                    known.append(state)
+                    if state.remembered:
+                        break
+        except (RPCError, WorkflowQueryFailedError, WorkflowQueryRejectedError, ValidationError, LookupError, TimeoutError) as error:
+            activity.logger.warning("fleet %s: what a run before this one knew is not to be had: %s", fleet, error or "no answer")
+        return memory(*known) if known else Remembered()
+
+    async def _runs_before(self, fleet: str) -> list[WorkflowExecution]:
+        """Runs of the fleet that have ended, newest first."""
+        query, own = f"WorkflowId = '{FLEET_ID_PREFIX}{fleet}'", activity.info().workflow_run_id
+        while True:
+            listed = [run async for run in self._client.list_workflows(query, limit=MOST_RUNS + 1)]
+            # The list may be some seconds old: one that has the run which asks has those before it, and all of them have ended.
+            if any(run.run_id == own for run in listed):
+                return sorted((run for run in listed if run.run_id != own), key=lambda run: run.start_time, reverse=True)
+            await asyncio.sleep(LIST_AGAIN)
+
+    async def _state_of(self, run: WorkflowExecution) -> FleetState | None:
+        """Ask a run that has ended, which a worker replays for that. None: it ended before any worker had taken it up.
+
+        Raises:
+            LookupError: nobody is there to do that.
+        """
+        if run.task_queue != activity.info().task_queue:
+            raise LookupError(f"run {run.run_id} was of workers on task queue {run.task_queue}")
+        handle = self._client.get_workflow_handle(run.id, run_id=run.run_id)
+        try:
+            state: FleetState = await handle.query("state", result_type=FleetState, rpc_timeout=REMEMBER_WITHIN)
+        except RPCError as error:
+            if error.status is not RPCStatusCode.FAILED_PRECONDITION:
+                raise
+            return None
+        return state
+
+    @activity.defn
+    async def look_at_nodes(self, input: LookInput) -> tuple[NodeLook, ...]:
+        """Ask each node once; a node that does not answer is looked at too, and silent."""
+        backend = self._fleets.backend(input.fleet)
+        async with beating() as shown:
+            shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
+            listed = await _list(backend, self._known(input.fleet, input.nodes))
+        namespace = self._client.namespace
+        gone = f"fleet file {input.fleet} of this worker does not name it"
+        return tuple(_look(node, listed.get(node, gone), namespace) for node in input.nodes)
+
+    @activity.defn
+    async def find_jobs(self, fleet: str) -> tuple[str, ...]:
+        """Which jobs of this fleet run. A job that does not say which fleet is its own counts: it is asked, and answers or not."""
+        async with beating():
+            listed = sorted([job async for job in self._running(fleet)])
+            # The list may be some seconds old, and for a job that has ended everybody would wait in vain.
+            running = await self._submissions(listed)
+        return tuple(job for job in listed if running[job] is not None)
+
+    @activity.defn
+    async def closed_jobs(self, input: ClosedJobsInput) -> tuple[tuple[str, int], ...]:
+        """Which of these submissions do not run any more."""
+        claims = input.claims
+        async with beating():
+            if len(claims) > FEW_JOBS:
+                listed = frozenset([job async for job in self._running(input.fleet)])
+                # Being absent from a list that may be some seconds old proves nothing yet.
+                claims = tuple(claim for claim in claims if claim[0] not in listed)
+            running = await self._submissions([job for job, _ in claims])
+        return tuple((job, submission) for job, submission in claims if (runs := running[job]) is None or runs > submission)
+
+    @activity.defn
+    async def reclaim(self, input: ReclaimInput) -> tuple[str, ...]:
+        """Stop what is left of a submission whose workflow has ended. Return the nodes that are proven clean, as soon as some are.
+
+        A node that does not answer is waited for: how long its ranks may go on by themselves only the job's own policy knew, and nobody
+        could use a silent node meanwhile.
+        """
+        backend = self._fleets.backend(input.fleet)
+        clean: list[str] = []
+        ends = datetime.now(UTC) + RECLAIM_WITHIN
+        async with beating() as shown:
+            while True:
+                left = tuple(node for node in input.nodes if node not in clean)
+                shown[:] = [{"waiting for": list(left[:8]), "nodes": len(left)}]
+                if await self._submission(input.job) != input.submission:  # else its ranks are its own business
+                    proven = await self._stop_left(backend, input, left)
+                    if proven and not clean:
+                        ends = min(ends, datetime.now(UTC) + GIVE_BACK_AFTER)
+                    clean += proven
+                if len(clean) == len(input.nodes) or datetime.now(UTC) >= ends:
+                    return tuple(node for node in input.nodes if node in clean)
+                await asyncio.sleep(LOOK_AGAIN)
+
+    async def _stop_left(self, backend: Backend, input: ReclaimInput, nodes: tuple[str, ...]) -> list[str]:
+        """Try once to stop the submission on nodes; return those on which it is proven gone."""
+        listed = await _list(backend, self._known(input.fleet, nodes))
+        answering = tuple(node for node, found in listed.items() if not isinstance(found, str))
+        mine = (self._client.namespace, input.job)
+        tokens = [token for found in listed.values() if not isinstance(found, str) for token in _tokens(found, mine)]
+        highest = max((token for token in tokens if token.submission <= input.submission), default=None)
+        if highest is None:
+            # Nothing was ever prepared there. A launcher that is left over starts nothing: the server no longer acknowledges it.
+            return list(answering)
+        order = StopRanksInput(highest, input.fleet, answering, Timeouts(), len(input.nodes), fences=False, once=True)
+        return list((await stop_everywhere(backend, order)).nodes)
+
+    @activity.defn
+    async def tell_fleet(self, input: TellFleetInput) -> None:
+        """Send a fleet a signal; the first that anybody sends begins it.
+
+        Raises:
+            ApplicationError: no fleet file of this worker has that name; of type FLEET_UNKNOWN, and not to be tried again.
+        """
+        try:
+            self._fleets.spec(input.fleet)
+        except KeyError as error:
+            raise ApplicationError(str(error.args[0]), type=FLEET_UNKNOWN, non_retryable=True) from None
+        await self._client.start_workflow(
+            "Fleet",
+            FleetInput(input.fleet),
+            id=f"{FLEET_ID_PREFIX}{input.fleet}",
+            task_queue=self._task_queue,
+            task_timeout=TASK_TIMEOUT,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            start_signal=input.signal,
+            start_signal_args=[input.message],
+            static_summary=f"fleet {input.fleet}: who gets which nodes, and what is repaired"[:200],
+        )
+
+    def _known(self, fleet: str, nodes: Sequence[str]) -> list[str]:
+        names = {node.name for node in self._fleets.spec(fleet).nodes}
+        return [node for node in nodes if node in names]
+
+    async def _running(self, fleet: str) -> AsyncIterator[str]:
+        async for execution in self._client.list_workflows("WorkflowType = 'TrainingJob' AND ExecutionStatus = 'Running'"):
+            if await _fleet_of(execution) in ("", fleet):
+                yield execution.id.removeprefix(WORKFLOW_ID_PREFIX)
+
+    async def _submissions(self, jobs: Sequence[str]) -> dict[str, int | None]:
+        gate = asyncio.Semaphore(DESCRIBED_AT_ONCE)
+
+        async def one(job: str) -> int | None:
+            async with gate:
+                return await self._submission(job)
+
+        return dict(zip(jobs, await asyncio.gather(*(one(job) for job in jobs)), strict=True))
+
+    async def _submission(self, job: str) -> int | None:
+        """Which submission of a job runs, which is named after the start of its first run; None: none does."""
+        handle = self._client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{job}")
+        run = await _described(handle)
+        if run is None or run.status is not WorkflowExecutionStatus.RUNNING:
+            return None
+        first = run.raw_description.workflow_execution_info.first_run_id
+        if first and first != run.run_id:
+            run = await _described(self._client.get_workflow_handle(handle.id, run_id=first))
+        if run is None:  # that one is so long ago that the server has forgotten it
+            return int((await handle.query("state"))["submission"])
+        return int(run.start_time.timestamp() * 1000)
+
+
+async def _described(handle: WorkflowHandle[Any, Any]) -> WorkflowExecutionDescription | None:
+    try:
+        return await handle.describe()
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            return None
+        raise
+
+
+async def _fleet_of(execution: WorkflowExecution) -> str:
+    """The fleet that a job's memo names; empty: it names none."""
+    return str((await execution.memo()).get("fleet", ""))
+
+
+async def _list(backend: Backend, nodes: Sequence[str]) -> dict[str, Mapping[str, Any] | str]:
+    """What each node says of itself, or why it does not answer."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(node: str) -> Mapping[str, Any] | str:
+        async with gate:
+            try:
+                return await backend.list(node)
+            except BackendError as error:
+                return error.because
+
+    return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
+
+
+def _look(node: str, listed: Mapping[str, Any] | str, namespace: str) -> NodeLook:
+    if isinstance(listed, str):
+        return NodeLook(node, silent=listed or "no answer")
+    living = {
+        (job["namespace"], Living(job["job"], generation["submission"], generation["generation"])): None
+        for job in listed.get("jobs", ())
+        for generation in job.get("generations", ())
+        if any(rank.get("alive") for rank in generation.get("ranks", ()))
+    }
+    held = listed.get("held")
+    by = f"{held.get('by', 'somebody')} ({held.get('id', 'unknown')}) works on it" if held is not None else ""
+    # What another namespace runs there is not this fleet's to stop, and still in everybody's way.
+    others = next((f"job {one.job} of namespace {other} runs on it" for other, one in living if other != namespace), "")
+    ours = sorted((one for other, one in living if other == namespace), key=lambda one: (one.job, one.submission, one.generation))
+    return NodeLook(node, boot_id=str(listed.get("boot_id") or ""), held=by or others, living=tuple(ours))
+
+
+def _tokens(listed: Mapping[str, Any], mine: tuple[str, str]) -> list[Token]:
+    """Every launch of a job that a node knows of, also what was only prepared."""
+    found: list[Token] = []
+    for job in listed.get("jobs", ()):
+        if (job.get("namespace"), job.get("job")) != mine:
+            continue
+        numbers = [(one["submission"], one["generation"]) for one in job.get("generations", ())]
+        if job.get("prepared"):
+            numbers.append((job["prepared"][0], job["prepared"][1]))
+        found += [Token(*mine, submission, generation) for submission, generation in numbers]
+    return found

@@ -1,0 +1,400 @@
+"""What a fleet asks of nodes and of the server, and how it stops what nobody answers for, over simulated nodes and a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+import pytest
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
+from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
+
+import activities.fleet
+from activities.fleet import FLEET_UNKNOWN, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
+from activities.job import LaunchRanksOutput
+from backends.simulated import Lingers, Script, SimulatedBackend, Takes
+from recovery.fleet_model import Applied, Claim, FleetState, Living, NodeLook, NodeRecord, Standing
+from recovery.model import Token
+from recovery.spec import FleetLimits
+from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand
+from tests.workflows.rig import fleet as fleet_of
+from workflows.fleet_messages import FleetFile, FleetInput
+
+RUNNING, TERMINATED = WorkflowExecutionStatus.RUNNING, WorkflowExecutionStatus.TERMINATED
+RUNS = Script(then="run")
+
+
+@dataclass
+class Info:
+    first_run_id: str
+
+    @property
+    def workflow_execution_info(self) -> Info:
+        return self
+
+
+@dataclass
+class Run:
+    id: str
+    submission: int
+    status: WorkflowExecutionStatus = RUNNING
+    fleet: str | None = None
+    run_id: str = "run-1"
+    first: str = "run-1"
+    task_queue: str = "test"
+    knew: FleetState | Exception | None = None
+    """What it answers, or the error that it is."""
+
+    @property
+    def start_time(self) -> datetime:
+        return datetime.fromtimestamp(self.submission / 1000, UTC)
+
+    @property
+    def raw_description(self) -> Info:
+        return Info(self.first)
+
+    async def memo(self) -> dict[str, Any]:
+        return {} if self.fleet is None else {"fleet": self.fleet}
+
+
+@dataclass
+class FakeClient:
+    """A server that knows some workflows, newest run last."""
+
+    runs: list[Run] = field(default_factory=list)
+    namespace: str = "default"
+    listed_still: tuple[str, ...] = ()
+    unlisted: int = 0
+    """How many times the list is empty."""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    queries: list[str] = field(default_factory=list)
+    described: list[str] = field(default_factory=list)
+    started: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def get_workflow_handle(self, id_: str, *, run_id: str | None = None) -> Handle:
+        return Handle(self, id_, run_id)
+
+    async def list_workflows(self, query: str, limit: int | None = None) -> AsyncIterator[Run]:
+        """A list that is a moment behind."""
+        self.queries.append(query)
+        if self.unlisted:
+            self.unlisted -= 1
+            return
+        assert limit is None or len(self.runs) <= limit
+        for run in self.runs:
+            if run.status is RUNNING or run.id in self.listed_still:
+                yield run
+
+    async def start_workflow(self, *arguments: Any, **options: Any) -> None:
+        self.started.append((*arguments, options))
+
+
+@dataclass
+class Handle:
+    client: FakeClient
+    id: str
+    run_id: str | None
+
+    async def describe(self) -> Run:
+        self.client.described.append(self.id)
+        found = [run for run in self.client.runs if run.id == self.id and self.run_id in (None, run.run_id)]
+        if not found:
+            raise RPCError("workflow not found", RPCStatusCode.NOT_FOUND, b"")
+        return found[-1]
+
+    async def query(self, name: str, **_: Any) -> Any:
+        assert name == "state"
+        if self.run_id is None:
+            return self.client.states[self.id]
+        known = (await self.describe()).knew
+        if isinstance(known, Exception):
+            raise known
+        return known
+
+
+def of(fleet: Stand, *runs: Run) -> tuple[FleetActivities, FakeClient]:
+    client = FakeClient(list(runs))
+    return FleetActivities(fleet.fleets, cast(Client, client), "queue-7"), client
+
+
+async def look(fleet: Stand, *nodes: str, namespace: str = "default") -> dict[str, NodeLook]:
+    asked, client = of(fleet)
+    client.namespace = namespace
+    looks = await environment().run(asked.look_at_nodes, LookInput("default", nodes))
+    assert tuple(one.node for one in looks) == nodes
+    return {one.node: one for one in looks}
+
+
+async def launched(script: Script = RUNS, *, nodes: int = 2, generation: int = 1) -> Stand:
+    fleet = stand(script, nodes=nodes)
+    for number in range(1, generation + 1):
+        output = await fleet.launch(token=Token("default", "llama", 1000, number))
+        assert isinstance(output, LaunchRanksOutput) and output.started_at is not None, output
+    return fleet
+
+
+async def reclaim(fleet: Stand, *runs: Run, nodes: tuple[str, ...] = ("n1", "n2"), submission: int = 1000) -> tuple[str, ...]:
+    asked, _ = of(fleet, *runs)
+    running = environment().run(asked.reclaim, ReclaimInput("default", "llama", submission, nodes))
+    return cast(tuple[str, ...], await asyncio.wait_for(running, PATIENCE))
+
+
+def stopped(fleet: Stand) -> list[tuple[str, int]]:
+    return sorted((call.node, call.token.generation) for call in fleet.backend.calls if call.command == "stop" and call.token is not None)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activities.fleet, "LOOK_AGAIN", 0.05)
+    monkeypatch.setattr(activities.fleet, "GIVE_BACK_AFTER", timedelta(seconds=0.3))
+    monkeypatch.setattr(activities.fleet, "RECLAIM_WITHIN", timedelta(seconds=0.6))
+
+
+# --- looks
+
+
+async def test_a_look_tells_whose_ranks_live_where_and_which_boot_it_is() -> None:
+    fleet = await launched(nodes=2, generation=2)
+    looks = await look(fleet, "n2", "n1")
+    assert looks["n1"].living == (Living("llama", 1000, 2),), "ranks of generation 1 are gone"
+    assert looks["n1"].boot_id and looks["n1"].boot_id != looks["n2"].boot_id
+    assert (looks["n1"].silent, looks["n1"].held) == ("", "")
+
+
+async def test_a_node_that_does_not_answer_is_silent_and_says_why() -> None:
+    fleet = stand()
+    fleet.backend.cut("n2")
+    looks = await look(fleet, "n1", "n2")
+    assert looks["n1"].silent == ""
+    assert "no answer" in looks["n2"].silent
+
+
+async def test_a_node_that_is_not_in_the_fleet_file_any_more_is_silent_and_nobody_is_asked() -> None:
+    fleet = stand()
+    looks = await look(fleet, "n1", "n9")
+    assert looks["n9"].silent == "fleet file default of this worker does not name it"
+    assert [call.node for call in fleet.backend.calls] == ["n1"]
+
+
+async def test_a_node_at_which_somebody_works_is_held_and_says_by_whom() -> None:
+    fleet = stand()
+    fleet.fleets.known = with_gpus = fleet_of(2, gpus=1)
+    script = Script((Takes(node="n2", command="diagnose", seconds=600.0),))
+    fleet.fleets.simulated = fleet.backend = SimulatedBackend(with_gpus, script)
+    checking = asyncio.create_task(fleet.backend.diagnose("n2", "grace", 1, 600.0))
+    await eventually(lambda: any(one.kind == "began" for one in fleet.backend.upkeep), "began")
+    looks = await look(fleet, "n1", "n2")
+    assert (looks["n1"].held, looks["n2"].held) == ("", "diagnose (grace) works on it")
+    checking.cancel()
+
+
+async def test_ranks_of_another_namespace_keep_a_node_from_being_given_away_and_are_not_this_fleets_to_stop() -> None:
+    fleet = await launched()
+    looks = await look(fleet, "n1", namespace="other")
+    assert (looks["n1"].living, looks["n1"].held) == ((), "job llama of namespace default runs on it")
+
+
+# --- the file
+
+
+async def test_the_fleet_file_is_told_as_it_is_now_or_what_is_wrong_with_it() -> None:
+    fleet = stand()
+    asked, _ = of(fleet)
+    known = fleet.fleets.known
+    assert await environment().run(asked.read_fleet, "default") == FleetFile(Applied("act", known.nodes, FleetLimits()))
+    unknown = await environment().run(asked.read_fleet, "elsewhere")
+    assert (unknown.applied, unknown.wrong) == (None, "fleet 'elsewhere' is not known to this worker, it serves default")
+    fleet.fleets.wrong = "fleet.yaml:3: nodes: missing"
+    assert (await environment().run(asked.read_fleet, "default")).wrong == "fleet.yaml:3: nodes: missing"
+
+
+# --- jobs
+
+
+async def test_the_jobs_of_a_fleet_are_those_that_name_it_and_those_that_name_none() -> None:
+    runs = (Run("job/b", 1), Run("job/a", 2, fleet="default"), Run("job/c", 3, fleet="elsewhere"), Run("job/d", 4, TERMINATED))
+    asked, client = of(stand(), *runs)
+    client.listed_still = ("job/d",)
+    assert await environment().run(asked.find_jobs, "default") == ("a", "b")
+    assert client.queries == ["WorkflowType = 'TrainingJob' AND ExecutionStatus = 'Running'"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "closed"),
+    [
+        pytest.param([], True, id="there is no such workflow any more"),
+        pytest.param([Run("job/llama", 1000, TERMINATED)], True, id="it was terminated"),
+        pytest.param([Run("job/llama", 1000)], False, id="it runs"),
+        pytest.param([Run("job/llama", 1000, TERMINATED), Run("job/llama", 2000, run_id="b", first="b")], True, id="a later one runs"),
+        pytest.param([Run("job/llama", 1000), Run("job/llama", 5000, run_id="b", first="run-1")], False, id="it continued as new"),
+    ],
+)
+async def test_a_submission_is_closed_when_nothing_that_continues_it_runs(runs: list[Run], closed: bool) -> None:
+    asked, _ = of(stand(), *runs)
+    found = await environment().run(asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000),)))
+    assert found == ((("llama", 1000),) if closed else ())
+
+
+async def test_a_job_that_runs_for_so_long_that_the_server_has_forgotten_its_first_run_says_itself_which_it_is() -> None:
+    asked, client = of(stand(), Run("job/llama", 9000, run_id="run-7", first="run-1"))
+    client.states["job/llama"] = {"submission": 1000}
+    assert await environment().run(asked.closed_jobs, ClosedJobsInput("default", (("llama", 1000), ("llama", 900)))) == (("llama", 900),)
+
+
+async def test_of_many_jobs_only_those_are_asked_about_one_by_one_that_the_list_does_not_have() -> None:
+    runs = [Run(f"job/j{number}", number) for number in range(40)]
+    asked, client = of(stand(), *runs, Run("job/gone", 50, TERMINATED))
+    claims = (*((f"j{number}", number) for number in range(40)), ("gone", 50))
+    assert await environment().run(asked.closed_jobs, ClosedJobsInput("default", claims)) == (("gone", 50),)
+    assert client.described == ["job/gone"]
+
+
+# --- reclaiming
+
+
+async def test_what_a_terminated_job_left_behind_is_stopped_by_its_highest_generation_and_its_nodes_come_back() -> None:
+    fleet = await launched(generation=2)
+    assert await reclaim(fleet, Run("job/llama", 1000, TERMINATED)) == ("n1", "n2")
+    assert stopped(fleet) == [("n1", 2), ("n2", 2)]
+    assert (await look(fleet, "n1", "n2"))["n1"].living == ()
+    again = await fleet.launch(token=Token("default", "llama", 1000, 2))
+    assert again.refusals and again.refusals[0].why == "stopped", "nobody who was frozen meanwhile starts it again"
+
+
+async def test_what_was_only_prepared_can_never_be_started_once_its_nodes_are_back() -> None:
+    fleet = stand(RUNS)
+    prepared = (await fleet.launch(prepare_only=True)).prepared
+    assert await reclaim(fleet) == ("n1", "n2")
+    assert stopped(fleet) == [("n1", 1), ("n2", 1)]
+    late = await fleet.launch(prepared=prepared)
+    assert late.refusals and late.started_at is None
+
+
+async def test_nodes_on_which_nothing_of_the_job_ever_was_come_back_at_once() -> None:
+    fleet = stand()
+    assert await reclaim(fleet) == ("n1", "n2")
+    assert stopped(fleet) == []
+
+
+async def test_later_submissions_of_the_same_name_are_left_alone() -> None:
+    fleet = stand(RUNS)
+    await fleet.launch(token=replace(TOKEN, submission=2000))
+    assert await reclaim(fleet, Run("job/llama", 2000), submission=1000) == ("n1", "n2")
+    assert stopped(fleet) == []
+    assert (await look(fleet, "n1"))["n1"].living == (Living("llama", 2000, 1),)
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_ranks_of_a_submission_that_runs_are_never_stopped() -> None:
+    fleet = await launched()
+    assert await reclaim(fleet, Run("job/llama", 1000)) == ()
+    assert stopped(fleet) == []
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_silent_node_is_not_taken_for_clean_and_keeps_nobody_waiting_for_the_others() -> None:
+    fleet = await launched()
+    fleet.backend.cut("n2")
+    assert await reclaim(fleet) == ("n1",)
+    assert await reclaim(fleet, nodes=("n2",)) == ()
+    fleet.backend.heal("n2")
+    assert await reclaim(fleet, nodes=("n2",)) == ("n2",)
+    assert (await look(fleet, "n1", "n2"))["n2"].living == ()
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_node_whose_ranks_cannot_be_ended_is_asked_again_and_does_not_come_back() -> None:
+    fleet = stand(Script((Lingers(node="n2", seconds=math.inf),), then="run"))
+    await fleet.launch()
+    stopping = asyncio.create_task(reclaim(fleet))
+    await eventually(lambda: ("n1", 1) in stopped(fleet), "stopped")
+    stopping.cancel()
+    await asyncio.wait([stopping])
+    assert (await look(fleet, "n2"))["n2"].living == (Living("llama", 1000, 1),)
+
+
+# --- remembering
+
+
+NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+OWN = Run("fleet/default", 9000, run_id="test-run")
+
+
+def knew(node: str, *, remembered: bool = True) -> FleetState:
+    spec = next(one for one in fleet_of(3).nodes if one.name == node)
+    record = NodeRecord(spec, Standing.QUARANTINED, "a fan", "grace", NOW)
+    return FleetState("default", nodes=(record,), applied=True, remembered=remembered)
+
+
+def ended(at: int, known: FleetState | Exception, **more: Any) -> Run:
+    # The list may be so old that it has it as running still.
+    return Run("fleet/default", at, run_id=f"run-{at}", knew=known, **more)
+
+
+async def last_state(*runs: Run, unlisted: int = 0) -> tuple[set[str], FakeClient]:
+    asked, client = of(stand(), *runs, OWN)
+    client.unlisted = unlisted
+    known = await environment().run(asked.last_state, "default")
+    return {node.name for node in known.nodes}, client
+
+
+async def test_a_fleet_that_begins_for_the_first_time_knew_nothing_before() -> None:
+    nodes, client = await last_state(unlisted=2)
+    assert nodes == set()
+    assert client.queries == ["WorkflowId = 'fleet/default'"] * 3, "until the server lists the run that asks, and so those before it"
+
+
+async def test_the_newest_run_that_took_over_what_was_before_it_says_what_there_was() -> None:
+    assert (await last_state(ended(1000, knew("n1")), ended(2000, knew("n2"))))[0] == {"n2"}
+    n3 = knew("n3", remembered=False)
+    short = ended(3000, replace(n3, nodes=(NodeRecord(fleet_of(3).nodes[1]), *n3.nodes)))
+    assert (await last_state(ended(1000, knew("n1")), short, ended(2000, knew("n2"))))[0] == {"n2", "n3"}
+
+
+@pytest.mark.parametrize(
+    ("error", "nodes"),
+    [
+        pytest.param(RPCError("closed before WorkflowTaskStarted", RPCStatusCode.FAILED_PRECONDITION, b""), {"n1"}, id="it never began"),
+        pytest.param(RPCError("no answer", RPCStatusCode.DEADLINE_EXCEEDED, b""), set(), id="no answer"),
+        pytest.param(WorkflowQueryFailedError("it went another way then"), set(), id="it cannot be replayed"),
+        pytest.param(TimeoutError(), set(), id="it takes too long"),
+    ],
+)
+async def test_a_run_that_cannot_say_what_it_knew_fails_nobody(error: Exception, nodes: set[str]) -> None:
+    assert (await last_state(ended(1000, knew("n1")), ended(2000, error)))[0] == nodes
+
+
+async def test_a_run_of_other_workers_is_not_asked() -> None:
+    assert (await last_state(ended(1000, knew("n1"), task_queue="elsewhere")))[0] == set()
+
+
+async def test_a_server_that_lists_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activities.fleet, "REMEMBER_WITHIN", timedelta(seconds=0.2))
+    assert (await last_state(unlisted=10**6))[0] == set()
+
+
+# --- telling
+
+
+async def test_whoever_tells_a_fleet_something_begins_it_where_there_is_none() -> None:
+    asked, client = of(stand())
+    claim = Claim("llama", 1000, 1, 2)
+    await environment().run(asked.tell_fleet, TellFleetInput("default", "claim", claim))
+    [(workflow, argument, options)] = client.started
+    assert (workflow, argument, options["id"], options["task_queue"]) == ("Fleet", FleetInput("default"), "fleet/default", "queue-7")
+    assert (options["start_signal"], options["start_signal_args"]) == ("claim", [claim])
+    assert options["id_conflict_policy"] is WorkflowIDConflictPolicy.USE_EXISTING
+
+
+async def test_a_fleet_that_no_file_names_is_not_begun_and_whoever_asked_is_told() -> None:
+    asked, client = of(stand())
+    with pytest.raises(ApplicationError) as refused:
+        await environment().run(asked.tell_fleet, TellFleetInput("elsewhere", "claim", {}))
+    assert (refused.value.type, refused.value.non_retryable, client.started) == (FLEET_UNKNOWN, True, [])
+    assert refused.value.message == "fleet 'elsewhere' is not known to this worker, it serves default"

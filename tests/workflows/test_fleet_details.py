@@ -1,0 +1,117 @@
+"""The page of a fleet: what stands still comes first, every node that is out has its reason, and no fleet is too large for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from recovery.fleet_model import (
+    Breaker,
+    Claim,
+    ClaimRecord,
+    FleetState,
+    NodeLook,
+    NodeRecord,
+    PermitRequest,
+    Place,
+    Standing,
+    Withdraw,
+)
+from recovery.spec import FleetNode
+from workflows.fleet_details import fleet_details
+from workflows.search_attributes import DETAILS_LIMIT
+
+NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
+AGO = NOW - timedelta(minutes=12)
+
+
+def node(name: str, **changes: object) -> NodeRecord:
+    made = NodeRecord(FleetNode(name=name, address=f"10.1.{name}", gpus=8), look=NodeLook(name), looked_at=NOW)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def page(state: FleetState, *doing: str) -> list[str]:
+    return fleet_details(state, NOW, doing, "it waits until somebody wants nodes").splitlines()
+
+
+def fleet(*nodes: NodeRecord, **changes: object) -> FleetState:
+    made = FleetState("lab", nodes=nodes, awaited=(), applied=True, begun=True)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_a_fleet_that_is_well_says_so_in_few_lines() -> None:
+    lines = page(fleet(node("n1"), node("n2")))
+    assert lines[0] == "## fleet lab: 2 nodes, 0 jobs have nodes, 0 wait"
+    assert lines[2] == "**Breaker** closed; repairs are asked for"
+    assert lines[4] == "**Next** it waits until somebody wants nodes"
+    assert not [line for line in lines if line.startswith("### ") and "overrule" not in line]
+
+
+def test_an_open_breaker_and_a_pause_come_first_and_say_how_they_are_ended() -> None:
+    breaker = Breaker("9 of 32 nodes are out, nodes_out is 25%", AGO, "the cooling is mended (grace)", AGO)
+    lines = page(fleet(node("n1"), breaker=breaker))
+    assert lines[2].startswith("**THE BREAKER IS OPEN since 2026-11-21 02:48:00 UTC** 9 of 32 nodes are out, nodes_out is 25%.")
+    assert "starter.py nodes resume" in lines[2]
+    assert lines[4].startswith("**Repairs are paused since 2026-11-21 02:48:00 UTC** the cooling is mended (grace).")
+    assert not any("**Breaker** closed" in line for line in lines)
+
+
+def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when() -> None:
+    drain = Withdraw("n2", "new memory", "grace", NOW + timedelta(minutes=30))
+    silent = NodeLook("n4", silent="connection timed out")
+    lines = page(
+        fleet(
+            node("n1"),
+            node("n2", standing=Standing.QUARANTINED, because="new memory", by="grace", since=AGO, drain=drain),
+            node("n3", standing=Standing.REPAIRING, because="Xid 79", by="job llama", since=AGO, repair="repair/lab/n3"),
+            node("n4", look=silent, silent_since=AGO),
+            node("n5", look=NodeLook("n5", held="diagnose (grace) works on it")),
+        )
+    )
+    assert lines[0] == "## fleet lab: 5 nodes, 1 repairing, 1 quarantined, 2 silent or held, 0 jobs have nodes, 0 wait"
+    since = "since 2026-11-21 02:48:00 UTC"
+    assert [line for line in lines if line.startswith("- **n")] == [
+        f"- **n2** quarantined {since} by grace: new memory; jobs leave it until 2026-11-21 03:30:00 UTC (grace: new memory)",
+        f"- **n3** repairing {since} by job llama: Xid 79; repair `repair/lab/n3`",
+        f"- **n4** no answer {since}: connection timed out",
+        "- **n5** diagnose (grace) works on it",
+    ]
+
+
+def test_who_waits_says_for_what_and_who_has_nodes_says_which() -> None:
+    waiting = ClaimRecord(Claim("bert", 1, 1, 4, gpus=2), said="1 of 4 nodes: job llama holds 3", waiting_since=AGO)
+    replacement = ClaimRecord(Claim("vit", 1, 3, 2, running=True), waiting_since=AGO)
+    holds = (Place("n1"), Place("n2", gpus=(0, 1)))
+    using = ClaimRecord(Claim("llama", 1, 1, 2, holds=holds), granted=holds)
+    ended = ClaimRecord(Claim("gpt", 1, 1, 1, holds=(Place("n3"),)), granted=(Place("n3"),), closed=True)
+    asked = PermitRequest("repair/lab/n3", "r", 1, "n3", "reboot", "no answer from the driver", AGO)
+    lines = page(
+        fleet(node("n1"), claims=(waiting, replacement, using, ended), requests=(asked,), notices=("old", "new")), "a look at nodes"
+    )
+    since = "since 2026-11-21 02:48:00 UTC"
+    assert f"- **bert** 4 nodes with 2 GPUs each {since}: 1 of 4 nodes: job llama holds 3" in lines
+    assert f"- **vit** a replacement, 2 nodes {since}: nobody has told it why yet" in lines
+    assert "- **llama** n1, n2 (GPUs 0,1)" in lines
+    assert "- **gpt** n3; its workflow has ended, what is left of its ranks is being stopped" in lines
+    assert f"- n3: reboot {since} by `repair/lab/n3`: no answer from the driver" in lines
+    assert "**Under way** a look at nodes" in lines
+    assert lines.index("- new") < lines.index("- old")
+
+
+def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
+    lines = page(fleet(node("n1"), awaited=("llama", "bert"), settles_at=NOW + timedelta(seconds=30)))
+    assert (
+        "**Begun anew** nothing is granted until 2026-11-21 03:00:30 UTC, unless these jobs say before what they hold: llama, bert" in lines
+    )
+
+
+def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_needed_to_act() -> None:
+    reason = "ü" * 5000
+    nodes = tuple(node(f"n{i}", standing=Standing.QUARANTINED, because=reason, by="grace", since=AGO) for i in range(2048))
+    holds = tuple(Place(one.name) for one in nodes)
+    claims = tuple(ClaimRecord(Claim(f"j{i}", 1, 1, 2048, holds=holds), said=reason) for i in range(500))
+    state = fleet(*nodes, claims=claims, notices=(reason,) * 64, breaker=Breaker(reason, AGO))
+    text = "\n".join(page(state))
+    assert len(text.encode()) <= DETAILS_LIMIT + 10
+    assert "starter.py nodes resume" in text
+    assert "- and 2032 more: the query `state` has them" in text
