@@ -1,25 +1,31 @@
 """One repair of one node, durably: carries out the steps that `recovery.repair` chooses, and tells whoever waits how it ended.
 
-An order that acts on the node is never given twice because an answer got lost: the node is looked at first. A cancel is obeyed until
-such an order was given; from then on the repair goes on to its end, because somebody has to know what became of the node.
+An order that acts on the node is given only with leave from the fleet, and never twice because an answer got lost: the node is looked
+at first. A cancel is obeyed until such an order was given; from then on the repair goes on to its end, because somebody has to know
+what became of the node. Where no strategy is ordered, `recovery.treatment` chooses by what an examination finds.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, assert_never
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
     from activities.node import DIAGNOSE_WITHIN, NodeActivities, NodeInput, NodeTerms, RepairOrder
     from recovery.catalog import catalog
+    from recovery.evidence import Verdict
+    from recovery.fleet_model import RepairBegan, RepairEnded
+    from recovery.health import Health
+    from recovery.policy import Strategy
     from recovery.repair import begin, learn, next_step
     from recovery.repair_state import (
         Answered,
@@ -39,12 +45,20 @@ with workflow.unsafe.imports_passed_through():
         Slept,
         Step,
     )
+    from recovery.repair_words import order_of
+    from recovery.treatment import Course, Examine, Treat, Treatment, examined, next_treatment, treated
     from workflows.messages import AnswerMessage, NodeRepairInput, NodeRepairResult, explain
-    from workflows.orders import BEAT, KEEP_TRYING
-    from workflows.search_attributes import NODES, STRATEGY, repair_details
+    from workflows.node_messages import ExamineNodesInput
+    from workflows.orders import BEAT, DETACH, KEEP_TRYING
+    from workflows.permits import LAST_WORD, Permits
+    from workflows.search_attributes import NODES, STRATEGY, course_details, repair_details
 
+TREATMENT_WITHIN = timedelta(minutes=45)
+"""For a reset or a reboot that an examination calls for, with the examination that proves it: a reboot takes up to 25 minutes, DCGM 15."""
 REBOOT_WITHIN = timedelta(minutes=1)
 """For the node to take the order; what it comes to is seen afterwards."""
+PROBING = timedelta(seconds=90)
+"""Of an examination beside DCGM: three probes of twenty seconds, and what is between them."""
 ONCE = RetryPolicy(maximum_attempts=1)
 """For orders that act on the node: whoever lost the answer looks at the node before anything is ordered again."""
 
@@ -58,31 +72,85 @@ class NodeRepair:
         self._start = start
         self._catalog = catalog(start.catalog)
         self._told: list[Fact] = []
+        self._fleet = Permits(start.fleet, start.node)
+        self._terms = NodeTerms("observe", 0)
+        self._course: Course | None = None
         self._state: RepairState | None = None
-        self._step: Step | None = None
+        self._step: Step | Treatment | None = None
 
     @workflow.run
     async def run(self, start: NodeRepairInput) -> NodeRepairResult:
-        workflow.upsert_search_attributes([NODES.value_set([start.node]), STRATEGY.value_set(start.strategy.value)])
-        terms = await self._carried_out(self._read_terms())
-        if terms.unknown:
-            return NodeRepairResult(start.node, "refused", terms.unknown)
+        workflow.upsert_search_attributes([NODES.value_set([start.node])])
+        self._terms = await self._carried_out(self._read_terms())
+        if self._terms.unknown:
+            return await self._ended(Finish("refused", Verdict.UNKNOWN, self._terms.unknown))
+        info = workflow.info()
+        began = RepairBegan(start.node, info.workflow_id, info.run_id, start.by, start.because)
+        await self._carried_out(self._fleet.tell("repair_began", began))
+        try:
+            if start.strategy is None:
+                end = await self._treated(Course(start.node, start.because))
+            else:
+                end = await self._repaired(start.strategy, start.gpus, start.because)
+        except BaseException as error:
+            if workflow.is_failure_exception(error):
+                await self._ended(Finish("ambiguous", Verdict.UNKNOWN, f"the repair failed: {error}"))
+            raise
+        return await self._ended(end)
+
+    async def _ended(self, end: Finish) -> NodeRepairResult:
+        start, info = self._start, workflow.info()
+        ended = RepairEnded(start.node, info.workflow_id, info.run_id, start.by, start.job, end.outcome, end.verdict, end.because)
+        await self._carried_out(self._fleet.tell("repair_ended", ended, LAST_WORD))
+        return NodeRepairResult(start.node, end.outcome, end.because, end.verdict)
+
+    async def _treated(self, course: Course) -> Finish:
+        """Examine the node, and do what that calls for, until it is healthy or nothing is left to do."""
+        while True:
+            cancels = [fact for fact in self._told if isinstance(fact, CancelAsked)]
+            self._told.clear()
+            if cancels and not course.cancelled:
+                course = replace(course, cancelled=cancels[0].because)
+            self._course = course
+            step = self._step = next_treatment(course, self._start.deadline - workflow.now())
+            workflow.logger.info("%s: %s", step.kind, step.because)
+            workflow.set_current_details(course_details(course, step, self._start.by, self._start.deadline))
+            match step:
+                case Finish():
+                    return step
+                case Examine():
+                    # What was done to the node has to be seen to its end; before that nobody minds.
+                    health = await self._carried_out(self._examined(course, step), stops=not course.acted)
+                    if health is not None:
+                        course = examined(course, health, workflow.now())
+                case Treat():
+                    end = await self._repaired(step.strategy, step.gpus, step.because)
+                    assert self._state is not None
+                    course = treated(course, self._state, end, workflow.now())
+                case _:
+                    assert_never(step)
+
+    async def _repaired(self, strategy: Strategy, gpus: tuple[str, ...], because: str) -> Finish:
+        """Carry out one strategy, from its first look to the examination that proves it."""
+        start = self._start
+        workflow.upsert_search_attributes([STRATEGY.value_set(strategy.value)])
         self._state = begin(
-            id=f"{workflow.info().workflow_id}/{workflow.info().run_id}",
+            id=self._id(),
             fleet=start.fleet,
             node=start.node,
-            strategy=start.strategy,
-            gpus=start.gpus,
-            because=start.because,
+            strategy=strategy,
+            gpus=gpus,
+            because=because,
             by=start.by,
             rules=RepairRules(
-                mode=terms.repairs,
+                mode=self._terms.repairs,
                 level=start.level,
-                expected_gpus=terms.gpus,
+                expected_gpus=self._terms.gpus,
                 examine_within=DIAGNOSE_WITHIN.get(start.level, timedelta(0)),
                 answer_within=start.answer_within,
             ),
-            deadline=start.deadline,
+            # One way of several must not use up the time of all: a node that never comes back from a reboot would keep others from theirs.
+            deadline=start.deadline if start.strategy else min(start.deadline, workflow.now() + TREATMENT_WITHIN),
             now=workflow.now(),
             approved_by=start.approved_by,
         )
@@ -90,24 +158,39 @@ class NodeRepair:
             self._learn()
             step = self._step = next_step(self._state, workflow.now())
             workflow.logger.info("%s: %s", step.kind, step.because)
-            workflow.set_current_details(repair_details(self._state, step))
+            self._show()
             if isinstance(step, Finish):
-                return NodeRepairResult(start.node, step.outcome, step.because, step.verdict)
+                return step
             self._told.append(await self._carried_out(self._carry_out(step)))
+
+    def _show(self) -> None:
+        assert self._state is not None
+        assert self._step is not None
+        assert not isinstance(self._step, Examine | Treat)
+        workflow.set_current_details(repair_details(self._state, self._step, self._course, self._fleet.waits))
+
+    @staticmethod
+    def _id() -> str:
+        return f"{workflow.info().workflow_id}/{workflow.info().run_id}"
 
     def _learn(self) -> None:
         assert self._state is not None
         while self._told:
             self._state = learn(self._state, self._told.pop(0), self._catalog, workflow.now())
 
-    async def _carried_out(self, step: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for a step to end, also when the workflow is cancelled: an order that is on its way cannot be taken back."""
+    async def _carried_out(self, step: Coroutine[Any, Any, Result], *, stops: bool = False) -> Result:
+        """Wait for a step to end, also when the workflow is cancelled: an order that is on its way cannot be taken back.
+
+        With `stops` the step is cancelled, too.
+        """
         task = asyncio.create_task(step)
         while True:
             try:
                 await workflow.wait([task])
             except asyncio.CancelledError as error:
                 self._told.append(CancelAsked(workflow.cancellation_reason() or str(error) or "the repair was cancelled"))
+                if stops:
+                    task.cancel()
             else:
                 return task.result()
 
@@ -121,6 +204,20 @@ class NodeRepair:
                 return await self._order("probe", step.within, f"look at {self._start.node}", kernel_since=step.kernel_since)
             case Diagnose():
                 return await self._order("diagnose", step.within, f"dcgmi diag -r {step.level} on {self._start.node}", level=step.level)
+            case ResetGpus() | Reboot():
+                return await self._fleet_lets(step) or await self._act(step)
+            case _:
+                raise ValueError(f"{step} is not carried out")
+
+    async def _fleet_lets(self, step: ResetGpus | Reboot) -> Fact | None:
+        """None: it does, now."""
+        assert self._state is not None
+        kind: Literal["reset", "reboot"] = "reset" if isinstance(step, ResetGpus) else "reboot"
+        what = order_of(self._state)
+        return await self._fleet.ask(kind, what, step.because, self._state.deadline, lambda: bool(self._told), self._show)
+
+    async def _act(self, step: ResetGpus | Reboot) -> Fact:
+        match step:
             case ResetGpus():
                 what = ", ".join(step.gpus[:4]) or "all GPUs"
                 summary = f"reset {what} of {self._start.node}"
@@ -129,7 +226,40 @@ class NodeRepair:
                 why = step.because
                 return await self._order("reboot", REBOOT_WITHIN, f"reboot {self._start.node}", boot_id=step.boot_id, because=why)
             case _:
-                raise ValueError(f"{step} is not carried out")
+                assert_never(step)
+
+    async def _examined(self, course: Course, step: Examine) -> Health | None:
+        """Examine the node, as `nodes check` does; None: it was cancelled before that said anything."""
+        start = self._start
+        try:
+            if step.after and await self._until(workflow.now() + step.after, step.because):
+                return None
+            left = max(timedelta(seconds=1), start.deadline - workflow.now())
+            within = min(DIAGNOSE_WITHIN.get(start.level, timedelta(0)) + PROBING, left)
+            (found,) = await workflow.execute_activity_method(
+                NodeActivities.check_nodes,
+                ExamineNodesInput(
+                    fleet=start.fleet,
+                    nodes=(start.node,),
+                    id=self._id(),
+                    level=start.level,
+                    within=within,
+                    kernel_since=None if course.kernel_from is None else workflow.now() - course.kernel_from,
+                    catalog=start.catalog,
+                ),
+                start_to_close_timeout=within + timedelta(minutes=1),
+                schedule_to_close_timeout=left + timedelta(minutes=1),
+                heartbeat_timeout=BEAT,
+                retry_policy=KEEP_TRYING,
+                cancellation_type=DETACH,
+                summary=f"examine {start.node}" + (f" (dcgmi diag -r {start.level})" if start.level and self._terms.gpus else ""),
+            )
+        except (ActivityError, asyncio.CancelledError) as error:
+            if is_cancelled_exception(error):
+                return None
+            cause = getattr(error, "cause", None) or error
+            return Health(Verdict.UNKNOWN, f"the examination of {start.node} came to nothing: {cause}")
+        return found.health
 
     async def _read_terms(self) -> NodeTerms:
         return await workflow.execute_activity_method(
@@ -176,16 +306,17 @@ class NodeRepair:
         return Slept()
 
     async def _ask(self, step: AskPerson) -> Fact:
-        if (job := workflow.info().parent) is not None:
+        assert self._state is not None
+        if (job := workflow.info().parent) is not None and self._start.job:
             handle = workflow.get_external_workflow_handle(job.workflow_id)
-            answer = f"`starter.py answer {self._start.job} approve` or `deny`" if self._start.job else "the update `answer`"
-            question = f"may {self._start.node} be treated with {self._start.strategy}? {answer}; without an answer it is not done"
+            answer = f"`starter.py answer {self._start.job} approve` or `deny`"
+            question = f"may {self._start.node} be treated with {self._state.strategy}? {answer}; without an answer it is not done"
             message = {"node": self._start.node, "question": question, "until": step.until.isoformat()}
             try:
                 await handle.signal("repair_asks", message)
             except ApplicationError as error:  # it has ended; whoever looks at this page is asked all the same
                 workflow.logger.info("%s could not be told: %s", job.workflow_id, error)
-        if await self._until(step.until, f"without an answer: no {self._start.strategy} of {self._start.node}"):
+        if await self._until(step.until, f"without an answer: no {self._state.strategy} of {self._start.node}"):
             return Slept()
         return DeadlinePassed()
 
@@ -217,13 +348,23 @@ class NodeRepair:
         if not isinstance(self._step, AskPerson):
             raise ApplicationError(f"nothing is asked: {self._what()}", type="BadInput", non_retryable=True)
 
-    @workflow.query(description="Everything this repair knows.")
+    @workflow.signal(description="The fleet's answer to what this repair asked of it.")
+    def permitted(self, message: Any = None, *_more: Any) -> None:
+        self._fleet.hear(message)
+
+    @workflow.query(description="Everything this repair knows: of the treatment that is under way, or was the last.")
     def state(self) -> RepairState | None:
         return self._state
+
+    @workflow.query(description="What was found and done so far, where the examination says what is done.")
+    def course(self) -> Course | None:
+        return self._course
 
     @workflow.query(description="What this repair does now.")
     def next(self) -> str:
         return self._what()
 
     def _what(self) -> str:
-        return "the repair begins" if self._step is None else f"{self._step.kind}: {self._step.because}"
+        if self._step is None:
+            return "the repair begins"
+        return f"{self._step.kind}: {self._fleet.waits or self._step.because}"

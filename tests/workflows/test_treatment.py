@@ -1,0 +1,472 @@
+"""Repairs as a fleet orders them, on simulated nodes: what an examination calls for, and nothing without the fleet's permission."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from temporalio import activity
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import WorkflowEnvironment
+from temporalio.worker import Replayer, Worker
+
+import activities.node
+from activities.fleet import FLEET_UNKNOWN, TellFleetInput
+from activities.node import NodeActivities, RepairOrder
+from backends.simulated import Cut, Fault, ResetFails, Script, Sick, SimulatedBackend, Takes
+from backends.simulated.script import Happening
+from connection import data_converter
+from recovery.evidence import Verdict
+from recovery.fleet_model import Permit
+from recovery.policy import Strategy
+from recovery.repair_state import Fact, Stage
+from recovery.spec import FleetNode, FleetSpec
+from tests.backends.upkeep_invariants import assert_upkeep
+from tests.workflows.conftest import MakeRig
+from tests.workflows.rig import replay
+from workflows.messages import NodeRepairInput, NodeRepairResult
+from workflows.node_repair import NodeRepair
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+PATIENCE = 30.0
+BY_RESET = Sick(node="n1", remap_pending=0, until="reset")
+BY_REBOOT = Sick(node="n1", remap_pending=0, until="reboot")
+BY_NOTHING = Sick(node="n1", remap_failed=0)
+Repair = WorkflowHandle[Any, NodeRepairResult]
+
+
+@dataclass
+class Told:
+    """Whoever stands where a fleet would: writes down what it is told, and answers as it is made to."""
+
+    client: Client
+    fleet: str
+    answers: Callable[[dict[str, Any]], Awaitable[bool | None]]
+    """To a request: whether it is allowed; None: no answer."""
+    deaf: bool = False
+    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    @activity.defn
+    async def tell_fleet(self, input: TellFleetInput) -> None:
+        if input.fleet != self.fleet:
+            raise ApplicationError(f"there is no fleet {input.fleet}", type=FLEET_UNKNOWN, non_retryable=True)
+        if self.deaf:
+            raise ApplicationError("the fleet cannot be told")
+        self.messages.append((input.signal, input.message))
+        if input.signal == "repair_wanted" and (allowed := await self.answers(input.message)) is not None:
+            await self.answer(input.message, allowed)
+
+    async def answer(self, request: dict[str, Any], allowed: bool) -> None:
+        permit = Permit(request["run"], request["seq"], allowed, "1 of 2 repairs" if allowed else "its breaker is open")
+        await self.client.get_workflow_handle(request["workflow"]).signal("permitted", permit)
+
+    @property
+    def requests(self) -> list[tuple[int, str]]:
+        return [(message["seq"], message["step"]) for signal, message in self.messages if signal == "repair_wanted"]
+
+    @property
+    def signals(self) -> list[str]:
+        return [signal for signal, _ in self.messages]
+
+
+@dataclass
+class OneNode:
+    known: FleetSpec
+    simulated: SimulatedBackend
+
+    def spec(self, fleet: str) -> FleetSpec:
+        if fleet != self.known.name:
+            raise KeyError(f"fleet {fleet!r} is not known to this worker")
+        return self.known
+
+    def backend(self, fleet: str) -> SimulatedBackend:
+        self.spec(fleet)
+        return self.simulated
+
+
+@dataclass
+class World:
+    client: Client
+    queue: str
+    fleet: str
+    backend: SimulatedBackend
+    told: Told
+    repairs: list[Repair] = field(default_factory=list)
+
+    async def order(self, strategy: Strategy | None = None, **changes: Any) -> Repair:
+        values = {
+            "fleet": self.fleet,
+            "node": "n1",
+            "strategy": strategy,
+            "because": "3 jobs failed on it",
+            "by": f"fleet {self.fleet}",
+            "deadline": datetime.now(UTC) + timedelta(hours=2),
+            **changes,
+        }
+        handle: Repair = await self.client.start_workflow(
+            "NodeRepair",
+            NodeRepairInput(**values),
+            id=f"repair/{self.fleet}/{values['node']}",
+            task_queue=self.queue,
+            result_type=NodeRepairResult,
+        )
+        self.repairs.append(handle)
+        return handle
+
+    async def ended(self, strategy: Strategy | None = None, **changes: Any) -> NodeRepairResult:
+        return await self.end_of(await self.order(strategy, **changes))
+
+    async def end_of(self, repair: Repair) -> NodeRepairResult:
+        result = await asyncio.wait_for(repair.result(), PATIENCE)
+        signal, message = self.told.messages[-1] if self.told.messages else ("repair_ended", {**asdict(result), "job": ""})
+        assert signal == "repair_ended", "whatever the end, the fleet is told"
+        assert (message["node"], message["outcome"], message["verdict"]) == (result.node, result.outcome, result.verdict)
+        assert message["because"] == result.because
+        return result
+
+    @property
+    def did(self) -> list[str]:
+        """What began on the node, in order."""
+        return [one.command for one in self.backend.upkeep if one.kind == "began"]
+
+    async def until(self, holds: Callable[[], Awaitable[bool]], what: str) -> None:
+        deadline = asyncio.get_running_loop().time() + PATIENCE
+        while not await holds():
+            assert asyncio.get_running_loop().time() < deadline, f"never {what}: {self.told.messages} {self.did}"
+            await asyncio.sleep(0.02)
+
+    async def until_next(self, repair: Repair, words: str) -> None:
+        async def says() -> bool:
+            return words in str(await repair.query("next"))
+
+        await self.until(says, words)
+
+    async def until_asked(self, repair: Repair, strategy: Strategy) -> None:
+        async def asks() -> bool:
+            state = await repair.query(NodeRepair.state)
+            return state is not None and (state.strategy, state.stage) == (strategy, Stage.ASKING)
+
+        await self.until(asks, f"asked for {strategy}")
+
+
+async def allows(_: dict[str, Any]) -> bool | None:
+    return True
+
+
+async def forbids(_: dict[str, Any]) -> bool | None:
+    return False
+
+
+async def says_nothing(_: dict[str, Any]) -> bool | None:
+    return None
+
+
+@asynccontextmanager
+async def world(
+    client: Client,
+    *happenings: Happening,
+    answers: Callable[[dict[str, Any]], Awaitable[bool | None]] = allows,
+    faults: tuple[Fault, ...] = (),
+    repairs: str = "act",
+    deaf: bool = False,
+    order_repair: Callable[..., Any] | None = None,
+) -> AsyncIterator[World]:
+    """One node with one GPU, its worker, and somebody in its fleet's place. Leaving it replays each history and checks the records."""
+    name = f"f-{uuid.uuid4().hex[:8]}"
+    spec = FleetSpec(name=name, backend="simulated", repairs=repairs, nodes=(FleetNode(name="n1", address="10.0.0.1", gpus=1),))
+    backend = SimulatedBackend(spec, Script(happenings, faults))
+    made = World(client, f"q-{uuid.uuid4().hex[:8]}", name, backend, Told(client, name, answers, deaf))
+    nodes = NodeActivities(OneNode(spec, backend))
+    async with Worker(
+        client,
+        task_queue=made.queue,
+        workflows=[NodeRepair],
+        activities=[nodes.read_terms, nodes.check_nodes, order_repair or nodes.order_repair, made.told.tell_fleet],
+        max_cached_workflows=0,  # each task replays the repair from its beginning
+        max_heartbeat_throttle_interval=timedelta(milliseconds=100),
+        graceful_shutdown_timeout=timedelta(seconds=5),
+    ):
+        yield made
+        for repair in made.repairs:
+            await Replayer(workflows=[NodeRepair], data_converter=data_converter()).replay_workflow(await repair.fetch_history())
+    assert_upkeep(backend)
+
+
+# --- what an examination calls for
+
+
+@pytest.mark.parametrize("repairs", ["act", "ask", "observe"])
+async def test_a_healthy_node_is_examined_and_left_as_it_is(server: Client, repairs: str) -> None:
+    async with world(server, repairs=repairs) as one:
+        repair = await one.order()
+        ended = await one.end_of(repair)
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
+        assert "## Examination of n1" in str(await repair.query("__temporal_workflow_metadata"))
+        assert ended.because.startswith("n1 was examined and is healthy; nothing was repaired: ")
+        assert one.did == ["diagnose"]
+        assert one.told.signals == ["repair_began", "repair_ended"]
+        assert one.told.messages[0][1]["workflow"] == f"repair/{one.fleet}/n1"
+
+
+@pytest.mark.parametrize(
+    ("sick", "did", "requests", "outcome", "verdict"),
+    [
+        pytest.param(BY_RESET, ["reset-gpus"], [(1, "reset")], "done", Verdict.HEALTHY, id="a reset heals it"),
+        pytest.param(
+            BY_REBOOT, ["reset-gpus", "reboot"], [(1, "reset"), (2, "reboot")], "done", Verdict.HEALTHY, id="the reset was not enough"
+        ),
+        pytest.param(
+            Sick(node="n1", recovery_action=(0, 2), until="reboot"), ["reboot"], [(1, "reboot")], "done", Verdict.HEALTHY, id="a reboot"
+        ),
+        pytest.param(BY_NOTHING, ["reboot"], [(1, "reboot")], "refused", Verdict.UNHEALTHY, id="nothing heals it"),
+    ],
+)
+async def test_a_node_gets_what_its_examination_calls_for_and_then_what_comes_above_it(
+    skipping: WorkflowEnvironment, sick: Sick, did: list[str], requests: list[tuple[int, str]], outcome: str, verdict: Verdict
+) -> None:
+    async with world(skipping.client, sick) as one:
+        ended = await one.ended()
+        assert (ended.outcome, ended.verdict) == (outcome, verdict), ended.because
+        assert [command for command in one.did if command != "diagnose"] == did
+        assert one.did[0] == "diagnose"
+        assert one.told.requests == requests
+
+
+@pytest.mark.parametrize(
+    ("happening", "because"),
+    [
+        pytest.param(Cut(node="n1", when="first_call"), "n1 does not answer", id="it is silent"),
+        pytest.param(Sick(node="n1", nvml_unreadable="NVML did not answer"), "NVML did not answer", id="NVML is"),
+    ],
+)
+async def test_nothing_is_done_to_a_node_that_can_never_be_examined(
+    skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch, happening: Happening, because: str
+) -> None:
+    monkeypatch.setattr(activities.node, "PROBE_AGAIN", 0.01)
+    async with world(skipping.client, happening) as one:
+        begun = await skipping.get_current_time()
+        ended = await one.ended()
+        assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
+        assert "after 4 examinations" in ended.because and because in ended.because
+        assert await skipping.get_current_time() - begun >= timedelta(minutes=6)
+        assert set(one.did) <= {"diagnose"} and one.told.signals == ["repair_began", "repair_ended"]
+
+
+async def test_a_node_that_answers_the_second_time_is_judged_by_that(
+    skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activities.node, "PROBE_AGAIN", 0.01)
+    lost = tuple(Fault(kind="lose_answer", command="probe", nth=number) for number in (1, 2, 3))
+    async with world(skipping.client, faults=lost) as one:
+        assert (await one.ended()).outcome == "done"
+        assert one.did == ["diagnose"]
+
+
+async def test_who_only_observes_is_told_how_the_node_is_and_what_would_have_been_done(server: Client) -> None:
+    async with world(server, BY_RESET, repairs="observe") as one:
+        ended = await one.ended()
+        assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNHEALTHY)
+        assert ended.because.startswith("repairs: observe; it would have been allowed to reset GPU ")
+        assert one.did == ["diagnose"] and one.told.requests == []
+
+
+@pytest.mark.parametrize("sick", [BY_RESET, BY_REBOOT], ids=["a reset heals it", "the reset was not enough"])
+async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick: Sick) -> None:
+    async with world(server, sick, repairs="ask") as one:
+        repair = await one.order()
+        await one.until_asked(repair, Strategy.RESET_GPU)
+        assert one.did == ["diagnose"]
+        await repair.execute_update("answer", {"decision": "approve", "by": "grace"})
+        if sick is BY_REBOOT:
+            await one.until_asked(repair, Strategy.REBOOT_NODE)
+            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "because": "mine"})
+            ended = await one.end_of(repair)
+            assert (ended.outcome, ended.verdict, ended.because) == ("refused", Verdict.UNHEALTHY, "grace said no: mine")
+        else:
+            ended = await one.end_of(repair)
+            assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
+        assert [command for command in one.did if command != "diagnose"] == ["reset-gpus"]
+
+
+async def test_a_reset_that_its_tool_refuses_is_no_treatment_and_the_node_is_examined_again_before_its_reboot(
+    skipping: WorkflowEnvironment,
+) -> None:
+    lost = Sick(node="n1", kernel=("[ 1.0] NVRM: Xid (PCI:0000:1b:00): 119, pid=1, name=python, Timeout",), until="reboot")
+
+    async with world(skipping.client, lost, ResetFails(node="n1")) as one:
+        ended = await one.ended()
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.because
+        assert one.did == ["diagnose", "reset-gpus", "diagnose", "reboot", "diagnose"]
+
+
+async def test_a_cancelled_examination_ends_at_once(server: Client) -> None:
+    async with world(server, Takes(node="n1", command="diagnose", seconds=600.0)) as one:
+        repair = await one.order()
+
+        async def examines() -> bool:
+            return one.did == ["diagnose"]
+
+        await one.until(examines, "an examination")
+        await repair.cancel()
+        ended = await one.end_of(repair)
+        assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
+        assert ended.because.startswith("cancelled: ")
+
+
+# --- the fleet's permission
+
+
+@pytest.mark.parametrize("strategy", [None, Strategy.RESET_GPU, Strategy.REBOOT_NODE])
+async def test_what_the_fleet_does_not_permit_is_not_done(server: Client, strategy: Strategy | None) -> None:
+    async with world(server, BY_RESET, answers=forbids) as one:
+        ended = await one.ended(strategy)
+        assert ended.outcome == "refused"
+        assert ended.because.endswith(": its breaker is open") and f"fleet {one.fleet} does not let it" in ended.because
+        assert not {"reset-gpus", "reboot"} & set(one.did)
+
+
+async def test_only_the_answer_to_what_was_asked_counts_and_anything_may_arrive(server: Client) -> None:
+    async with world(server, BY_RESET, answers=says_nothing) as one:
+        repair = await one.order(Strategy.RESET_GPU)
+        await repair.signal("permitted", Permit(repair.result_run_id or "", 1, True, "too early"))
+        await one.until_next(repair, f"it waits for the permission of fleet {one.fleet} to reset all GPUs of n1")
+
+        async def is_asked() -> bool:
+            return bool(one.told.requests)
+
+        await one.until(is_asked, "asked")
+        request = next(message for signal, message in one.told.messages if signal == "repair_wanted")
+        assert (request["seq"], request["node"], request["run"]) == (1, "n1", repair.result_run_id)
+        metadata = await repair.query("__temporal_workflow_metadata")
+        assert f"It waits for `fleet/{one.fleet}`" in str(metadata)
+        for message in (None, "", "yes", 7, [], {}, {"allowed": True}, {**request}, Permit("another", 1, True, ""), [[[]]]):
+            await repair.signal("permitted", message)
+        await repair.signal("permitted", args=[])
+        await repair.signal("permitted", args=[1, 2, 3])
+        await one.told.answer({**request, "seq": 2}, True)
+        await one.told.answer({**request, "seq": 0}, False)
+        await one.until_next(repair, "it waits for the permission")
+        assert one.did == []
+        await one.told.answer(request, True)
+        await one.told.answer(request, False)
+        ended = await one.end_of(repair)
+        assert (ended.outcome, one.did) == ("done", ["reset-gpus", "diagnose"])
+
+
+@pytest.mark.parametrize("strategy", [Strategy.RESET_GPU, Strategy.REBOOT_NODE])
+async def test_a_fleet_that_never_answers_is_asked_again_until_the_deadline_and_nothing_is_done(
+    skipping: WorkflowEnvironment, strategy: Strategy
+) -> None:
+    async with world(skipping.client, BY_RESET, answers=says_nothing) as one:
+        deadline = await skipping.get_current_time() + timedelta(minutes=18)
+        ended = await one.ended(strategy, deadline=deadline)
+        assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
+        assert f"it did not answer until {deadline:%H:%M} UTC" in ended.because
+        assert [seq for seq, _ in one.told.requests] == [1, 1, 1, 1]
+        assert one.did == []
+
+
+@pytest.mark.parametrize("used", [False, True])
+async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(skipping: WorkflowEnvironment, used: bool) -> None:
+    async with world(skipping.client, BY_RESET, Takes(node="n1", command="diagnose", seconds=600.0), answers=says_nothing) as one:
+        holding: list[asyncio.Task[Any]] = []
+
+        async def the_second_time(_: dict[str, Any]) -> bool | None:
+            if len(one.told.requests) < 2:
+                return None
+            if used:
+                holding.append(asyncio.create_task(one.backend.diagnose("n1", "a person", 1, 600.0)))
+                await one.until(is_held, "held")
+            return True
+
+        async def is_held() -> bool:
+            return "diagnose" in one.did
+
+        one.told.answers = the_second_time
+        ended = await one.ended(Strategy.RESET_GPU, level=0)
+        assert one.told.requests == [(1, "reset"), (1, "reset")]
+        probes = [call.command for call in one.backend.calls if call.command in ("probe", "reset-gpus")]
+        if used:
+            assert ended.outcome == "refused" and "n1 is in use: diagnose of a person holds it" in ended.because
+            assert probes == ["probe", "probe"]
+        else:
+            assert (ended.outcome, probes) == ("done", ["probe", "probe", "reset-gpus", "probe"])
+        for task in holding:
+            task.cancel()
+
+
+async def test_each_order_is_asked_for_also_the_one_that_repeats_another(skipping: WorkflowEnvironment) -> None:
+    async with world(skipping.client, BY_RESET, faults=(Fault(kind="lose_order", command="reset-gpus"),)) as one:
+        ended = await one.ended(Strategy.RESET_GPU)
+        assert ended.outcome == "done"
+        assert one.told.requests == [(1, "reset"), (2, "reset")]
+
+
+async def test_a_repair_that_waits_for_its_fleet_can_be_cancelled(server: Client) -> None:
+    async with world(server, BY_RESET, answers=says_nothing) as one:
+        repair = await one.order()
+        await one.until_next(repair, "it waits for the permission")
+        await repair.cancel()
+        ended = await one.end_of(repair)
+        assert ended.outcome == "refused" and ended.because.startswith("cancelled: ")
+        assert one.did == ["diagnose"]
+
+
+async def test_a_fleet_that_cannot_be_told_keeps_no_repair_from_ending_and_nothing_from_being_safe(
+    skipping: WorkflowEnvironment,
+) -> None:
+    async with world(skipping.client, deaf=True) as one:
+        assert (await one.ended()).outcome == "done"
+    async with world(skipping.client, BY_RESET, deaf=True) as one:
+        deadline = await skipping.get_current_time() + timedelta(minutes=12)
+        ended = await one.ended(deadline=deadline)
+        assert ended.outcome == "refused" and "does not let it reset GPU" in ended.because
+        assert one.did == ["diagnose"]
+
+
+async def test_of_a_repair_that_fails_the_fleet_is_told_as_well(server: Client) -> None:
+    @activity.defn
+    async def order_repair(_: RepairOrder) -> Fact:
+        raise ApplicationError("this worker cannot", non_retryable=True)
+
+    async with world(server, BY_RESET, order_repair=order_repair) as one:
+        with pytest.raises(WorkflowFailureError):
+            await one.ended()
+        signal, message = one.told.messages[-1]
+        assert (signal, message["outcome"], message["verdict"]) == ("repair_ended", "ambiguous", "UNKNOWN")
+
+
+async def test_a_node_that_nobody_knows_is_not_repaired(server: Client) -> None:
+    async with world(server) as one:
+        for changes in ({"node": "n9"}, {"fleet": "another"}):
+            repair = await one.order(**changes)
+            ended = await asyncio.wait_for(repair.result(), PATIENCE)
+            assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
+            assert changes.popitem()[1] in ended.because
+        assert one.told.signals == ["repair_ended"], "who ordered it waits for its end"
+        assert one.did == []
+
+
+async def test_a_fleet_whose_repairs_are_paused_is_waited_for_and_wants_to_be_asked_anew_afterwards(make_rig: MakeRig) -> None:
+    async with make_rig(Script((BY_RESET,)), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}") as rig:
+        one = World(rig.client, rig.queue, rig.fleets.known.name, rig.backend, Told(rig.client, rig.fleets.known.name, says_nothing))
+        await rig.tell_fleet("pause", {"because": "an audit", "by": "grace"})
+        repair = await one.order(by="ada")
+        await one.until_next(repair, f"it waits for the permission of fleet {one.fleet} to reset GPU")
+        assert one.did == ["diagnose"]
+        await rig.tell_fleet("resume", {"because": "it is over", "by": "grace"})
+        ended = await asyncio.wait_for(repair.result(), PATIENCE)
+        assert ended.outcome == "refused" and f"fleet {one.fleet} does not let it reset GPU" in ended.because
+        assert one.did == ["diagnose"]
+        ended = await asyncio.wait_for((await one.order(by="ada")).result(), PATIENCE)
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
+        assert one.did[-2:] == ["reset-gpus", "diagnose"]
+        for each in one.repairs:
+            await replay(await rig.client.get_workflow_handle(each.id, run_id=each.result_run_id).fetch_history())
