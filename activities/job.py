@@ -1,4 +1,4 @@
-"""What a job asks of its nodes: find them, launch ranks on them, stop ranks and prove them gone."""
+"""What a job asks of its nodes: launch ranks on them, stop ranks and prove them gone."""
 
 from __future__ import annotations
 
@@ -39,33 +39,8 @@ LAUNCH_ATTEMPTS = 3
 LAUNCH_RETRY_DELAY = timedelta(seconds=1)
 AT_ONCE = 256
 """Calls in flight, so that 2,048 nodes are not 2,048 sockets at the same moment."""
-LOOK_AGAIN = 2.0
-"""Seconds between two looks for nodes, or at a node that does not answer."""
 MOST_NAMED = 16
 """Refusals that travel; the rest would say the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class AcquireNodesInput:
-    fleet: str
-    count: int
-    keep: tuple[Slot, ...] = ()
-    """Places as they are; whoever is not excluded keeps his."""
-    exclude: tuple[str, ...] = ()
-    wait: bool = False
-    """Look again until there are enough; otherwise say at once what is missing."""
-    older_than: Token | None = None
-    """Also tell which nodes of the fleet hold living ranks of this job from before this token."""
-
-
-@dataclass(frozen=True, slots=True)
-class AcquireNodesOutput:
-    nodes: tuple[tuple[str, str], ...] = ()
-    """(name, address) by group rank; empty when there are not enough."""
-    because: str = ""
-    hopeless: bool = False
-    holding: tuple[str, ...] = ()
-    """Nodes with living ranks from before `older_than`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,47 +105,6 @@ class JobActivities:
     def __init__(self, fleets: Fleets, client: Client | None) -> None:
         self._fleets = fleets
         self._client = client
-
-    @activity.defn
-    async def acquire_nodes(self, input: AcquireNodesInput) -> AcquireNodesOutput:
-        """Choose nodes that answer: those that have a place already, then the fleet's own, then its spares."""
-        try:
-            spec, backend = self._fleets.spec(input.fleet), self._fleets.backend(input.fleet)
-        except KeyError as error:
-            return AcquireNodesOutput(because=str(error.args[0]), hopeless=True)
-        excluded = set(input.exclude)
-        kept = [slot.node for slot in input.keep if slot.node not in excluded]
-        others = sorted((n for n in spec.nodes if n.name not in excluded and n.name not in kept), key=lambda n: n.spare)
-        candidates = [*kept, *(node.name for node in others)]
-        if len(spec.nodes) < input.count:
-            return AcquireNodesOutput(
-                because=f"fleet {spec.name} has {len(spec.nodes)} nodes, the job asks for {input.count}", hopeless=True
-            )
-        while True:
-            if len(candidates) < input.count:
-                break
-            async with beating():
-                answering = await _answering(backend, candidates, input.count)
-                enough = len(answering) >= input.count
-                holding = await _holding(backend, [n.name for n in spec.nodes], input.older_than) if enough and input.older_than else ()
-            if enough:
-                chosen = _fill_places([slot.node for slot in input.keep], answering[: input.count], input.count)
-                return AcquireNodesOutput(nodes=tuple((name, backend.node(name).address) for name in chosen), holding=holding)
-            if not input.wait:
-                break
-            activity.heartbeat({"answering": len(answering), "wanted": input.count})
-            await asyncio.sleep(LOOK_AGAIN)
-        if input.wait:
-            # Nothing that this activity sees can change the answer; the list of nodes may be another one when it is tried again.
-            raise ApplicationError(
-                f"{len(candidates)} nodes may be used, {input.count} are wanted",
-                type="NodesMissing",
-                next_retry_delay=timedelta(seconds=30),
-            )
-        left_out = f" ({', '.join(sorted(excluded)[:8])} left out)" if excluded else ""
-        async with beating():
-            answering_now = await _answering(backend, candidates, len(candidates)) if candidates else []
-        return AcquireNodesOutput(because=f"{len(answering_now)} of the {input.count} nodes wanted answer{left_out}")
 
     @activity.defn
     async def launch_ranks(self, input: LaunchRanksInput) -> LaunchRanksOutput:
@@ -320,57 +254,6 @@ def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRank
     if activity.info().attempt < LAUNCH_ATTEMPTS:
         raise ApplicationError(str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY) from error
     return give_up
-
-
-async def _answering(backend: Backend, names: Sequence[str], enough: int) -> list[str]:
-    """Ask nodes in order until enough have answered; return those, in order."""
-    answering: list[str] = []
-    rest = list(names)
-    while rest and len(answering) < enough:
-        batch, rest = rest[: enough - len(answering)], rest[enough - len(answering) :]
-        gate = asyncio.Semaphore(AT_ONCE)
-
-        async def answers(node: str, gate: asyncio.Semaphore = gate) -> bool:
-            async with gate:
-                try:
-                    listed = await backend.list(node)
-                except BackendError:
-                    return False
-                return listed.get("held") is None  # somebody examines or repairs it, and would be in the way
-
-        results = await asyncio.gather(*(answers(node) for node in batch))
-        answering += [node for node, result in zip(batch, results, strict=True) if result]
-    return answering
-
-
-async def _holding(backend: Backend, names: Sequence[str], token: Token) -> tuple[str, ...]:
-    """Find nodes with living ranks of older tokens of a job. What does not answer is not known, and left out."""
-    gate = asyncio.Semaphore(AT_ONCE)
-
-    async def holds(node: str) -> bool:
-        async with gate:
-            try:
-                listed = await backend.list(node)
-            except BackendError:
-                return False
-        return any(
-            rank.get("alive")
-            for job in listed.get("jobs", ())
-            if (job.get("namespace"), job.get("job")) == (token.namespace, token.job)
-            for generation in job.get("generations", ())
-            if (generation["submission"], generation["generation"]) < (token.submission, token.generation)
-            for rank in generation.get("ranks", ())
-        )
-
-    results = await asyncio.gather(*(holds(node) for node in names))
-    return tuple(node for node, result in zip(names, results, strict=True) if result)
-
-
-def _fill_places(places: Sequence[str], chosen: Sequence[str], count: int) -> list[str]:
-    """Let everybody who has a place keep it; the others fill the gaps in order."""
-    newcomers = iter([node for node in chosen if node not in places[:count]])
-    padded: list[str | None] = [*places[:count], *([None] * (count - len(places[:count])))]
-    return [place if place is not None and place in chosen else next(newcomers) for place in padded]
 
 
 def _secrets(spec: JobSpec) -> dict[str, str]:

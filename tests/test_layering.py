@@ -61,9 +61,20 @@ ALLOWED = [
     ("agent", ("agent",)),
     ("backends", ("backends", "recovery")),
     # log_messages, node_messages: what the command line, which must not load activities, and activities say to each other.
+    # messages, fleet_messages: `tell_fleet` begins the fleet where there is none, with its argument.
     (
         "activities",
-        ("activities", "recovery", "backends", "backends.base", "workflows", "workflows.log_messages", "workflows.node_messages"),
+        (
+            "activities",
+            "recovery",
+            "backends",
+            "backends.base",
+            "workflows",
+            "workflows.log_messages",
+            "workflows.node_messages",
+            "workflows.messages",
+            "workflows.fleet_messages",
+        ),
     ),
     ("workflows", ("workflows", "activities", "recovery", "backends", "backends.base")),
     (
@@ -74,6 +85,7 @@ ALLOWED = [
             "workflows.messages",
             "workflows.log_messages",
             "workflows.node_messages",
+            "workflows.fleet_messages",
             "recovery",
             "settings",
             "connection",
@@ -89,6 +101,7 @@ ALLOWED = [
             "workflows.messages",
             "workflows.log_messages",
             "workflows.node_messages",
+            "workflows.fleet_messages",
             "recovery",
             "settings",
             "connection",

@@ -6,19 +6,31 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from recovery.catalog.overrides import NO_OVERRIDES, CatalogOverrides
-from recovery.events import CancelRequested, Event, MessageRejected, NodeDeclaredDead, RepairAsks, RetryRequested
+from recovery.events import CancelRequested, Event, LeaveAsked, MessageRejected, NodeDeclaredDead, RepairAsks, RetryRequested
 from recovery.evidence import Verdict
+from recovery.fleet_model import Withdraw
 from recovery.model import Incident, JobState, Phase
 from recovery.policy import Policy, Strategy, resolve
 from recovery.spec import JobSpec, Name, Strict
 
+WITHDRAW = TypeAdapter(Withdraw)
 TASK_QUEUE = "relaunch"
 WORKFLOW_ID_PREFIX = "job/"
+FLEET_ID_PREFIX = "fleet/"
 REPAIR_ID_PREFIX = "repair/"
 """And then fleet/node: two repairs of one node would have one id, and the server takes only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimsCarried:
+    """What was asked of the fleet last."""
+
+    seq: int = 0
+    nodes: tuple[str, ...] = ()
+    """The job's own: granted and not given back. They are those of its slots, but for a moment around a launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,7 @@ class Carried:
     dead: tuple[str, ...] = ()
     """Nodes that a person declared dead, since they were chosen last."""
     deadline: datetime | None = None
+    claims: ClaimsCarried = ClaimsCarried()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +82,15 @@ class JobResult:
 class NodeRepairInput:
     fleet: str
     node: str
-    strategy: Strategy
-    """RESET_GPU or REBOOT_NODE."""
+    strategy: Strategy | None
+    """RESET_GPU or REBOOT_NODE; None: whatever its examination calls for, which may be nothing."""
     because: str
     by: str
     deadline: datetime
     gpus: tuple[str, ...] = ()
-    """By bus id; empty: all of the node."""
+    """By bus id; empty: all of the node. Without a strategy the examination names them."""
     job: str = ""
-    """Which waits for it; empty: a person ordered it."""
+    """Which waits for it; empty: the fleet or a person ordered it."""
     approved_by: str = ""
     """Who has approved it already, where the fleet's repairs are to be asked for."""
     level: int = 2
@@ -151,6 +164,11 @@ def report_event(raw: Any) -> Event:
     if message.node is None:
         return MessageRejected("report", "node: missing, expected the name of a node")
     return NodeDeclaredDead(message.node, message.because, message.by)
+
+
+def leave_event(raw: Any) -> Event:
+    asked = WITHDRAW.validate_python(raw)
+    return LeaveAsked(asked.node, asked.because, asked.by, asked.until)
 
 
 def overlay(policy: Policy, changes: dict[str, object]) -> Policy:

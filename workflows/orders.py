@@ -14,8 +14,6 @@ from temporalio.workflow import ActivityCancellationType, ChildWorkflowCancellat
 with workflow.unsafe.imports_passed_through():
     from activities.gang import WatchRanksInput, WatchReport
     from activities.job import (
-        AcquireNodesInput,
-        AcquireNodesOutput,
         JobActivities,
         LaunchRanksInput,
         LaunchRanksOutput,
@@ -28,7 +26,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.watch import WatchActivities, beat_interval
     from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, NodesExamined, RanksStopped, RepairEnded
     from recovery.fencing import fences
-    from recovery.model import Examine, Incident, JobState, Relaunch, Repair, Slot, Token
+    from recovery.model import Examine, Incident, JobState, Repair, Slot, Token
     from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
     from workflows.node_messages import ExamineNodesInput
 
@@ -36,7 +34,7 @@ SHARD = 256
 """Nodes that one watch or launch activity serves. One activity per node would be thousands of events a generation."""
 
 BEAT = timedelta(seconds=6)
-"""Heartbeat timeout of looks for nodes, launches and stops, which beat every second: how soon a dead worker's work is taken over."""
+"""Heartbeat timeout of launches and stops, which beat every second: how soon a dead worker's work is taken over."""
 KEEP_TRYING = RetryPolicy(initial_interval=timedelta(milliseconds=200), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=10))
 """For activities that change nothing when repeated. They end by an answer, never by a number of attempts."""
 REATTACH = RetryPolicy(initial_interval=timedelta(milliseconds=100), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=5))
@@ -51,26 +49,6 @@ DETACH = ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
 
 def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [names[first : first + SHARD] for first in range(0, len(names), SHARD)]
-
-
-async def acquire(job: JobState, decision: Relaunch, excluded: tuple[str, ...], *, wait: bool) -> AcquireNodesOutput:
-    count = job.spec.node_count
-    return await workflow.execute_activity_method(
-        JobActivities.acquire_nodes,
-        AcquireNodesInput(
-            fleet=job.spec.fleet,
-            count=count,
-            keep=job.slots if decision.keep_nodes else (),
-            exclude=excluded,
-            wait=wait,
-            # A submission that was terminated told nobody where its ranks are.
-            older_than=job.token if not job.slots else None,
-        ),
-        start_to_close_timeout=FOR_EVER if wait else timedelta(minutes=5),
-        heartbeat_timeout=BEAT,
-        retry_policy=KEEP_TRYING,
-        summary=f"wait until {count} nodes answer" if wait else f"find {count} nodes that answer",
-    )
 
 
 async def launch(job: JobState, token: Token, slots: tuple[Slot, ...]) -> Event:

@@ -7,10 +7,12 @@ from typing import Any
 
 from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
+from recovery.health import Health
 from recovery.ladder import used_budgets
 from recovery.model import JobState, Phase
-from recovery.repair_state import AskPerson, Finish, RepairState, Step
+from recovery.repair_state import AskPerson, Finish, RepairState, Step, StepRecord
 from recovery.spec import duration
+from recovery.treatment import Course, Examine, Treatment
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
 CAUSE = SearchAttributeKey.for_keyword("Cause")
@@ -49,7 +51,7 @@ def updates(before: dict[str, object], after: dict[str, object]) -> list[SearchA
 
 
 def memo(job: JobState) -> dict[str, object]:
-    return {"phase": job.phase.value, "because": job.because, "next": _next(job)}
+    return {"phase": job.phase.value, "because": job.because, "next": _next(job), "fleet": job.spec.fleet}
 
 
 def current_details(job: JobState, now: datetime) -> str:
@@ -108,32 +110,71 @@ def current_details(job: JobState, now: datetime) -> str:
             '- `force_retry` `{"because": "…", "avoid_nodes": ["n2"], "renew_budgets": false}` launches a new generation now',
             '- `report` `{"node": "n2", "declared": "dead", "because": "…"}` you vouch that nothing runs on n2 any more',
         ]
-    text = "\n".join(lines)
-    return text if len(text.encode()) <= DETAILS_LIMIT else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
+    return _page(lines)
 
 
-def repair_details(repair: RepairState, step: Step) -> str:
-    """The page of a repair: what is done to which node, for whom, and what was found so far. Markdown."""
+def repair_details(repair: RepairState, step: Step, course: Course | None = None, waits: str = "") -> str:
+    """The page of a repair: what is done to which node, for whom, and what was found so far. Markdown.
+
+    Args:
+        repair: As it is.
+        step: What it does now.
+        course: What was found and done before, where an examination says what is done.
+        waits: For what permission of its fleet it waits; empty: for none.
+    """
     match step:
         case Finish():
             doing = f"{step.outcome}: {step.because}"
         case AskPerson():
             doing = f"it waits for somebody who approves or denies, until {_clock(step.until)}; without an answer it is not done"
         case _:
-            doing = step.because
+            doing = waits or step.because
     lines = [f"## {repair.strategy} of {repair.node}", "", f"**Why** {repair.because} (ordered by {repair.by})", "", f"**Now** {doing}", ""]
     if not isinstance(step, Finish):
         lines += [f"**Ends** by itself at {_clock(repair.deadline)}", ""]
     if repair.boot_id:
         lines += [f"**Boot** decided on boot id `{repair.boot_id}`: the node refuses what was decided on another", ""]
-    if repair.health is not None:
-        lines += [f"**Last look** {repair.health.verdict}: {repair.health.because}", ""]
-        lines += [f"- {finding.code}: {finding.because}" for finding in repair.health.findings[:16]]
-    if repair.log:
-        lines += ["", "### Steps", "", *(f"- {_clock(one.at)} **{one.what}** {one.because}" for one in repair.log), ""]
+    lines += _looked(repair.health)
+    lines += _steps((*(course.log if course is not None else ()), *repair.log))
     if isinstance(step, AskPerson):
         answer = '`{"decision": "approve", "because": "…", "by": "you"}`'
         lines += ["### It waits for you", "", f"Send the update `answer` from this page, {answer} or `deny`."]
+    if waits:
+        lines += [
+            f"### It waits for `fleet/{repair.fleet}`",
+            "",
+            "A fleet lets only so many repairs and reboots happen at once, so that one mistake does not take all its nodes down. Its page "
+            "says which limit is reached, and how its breaker is closed. Without its permission nothing is done to the node.",
+        ]
+    return _page(lines)
+
+
+def course_details(course: Course, step: Treatment, by: str, deadline: datetime) -> str:
+    """The page of a repair for which an examination says what is done, while it is not done. Markdown."""
+    match step:
+        case Finish():
+            doing = f"{step.outcome}: {step.because}"
+        case Examine():
+            doing = f"it is examined{f' again in {duration(step.after)}' if step.after else ''}: {step.because}"
+        case _:
+            doing = f"{step.strategy}: {step.because}"
+    lines = [f"## Examination of {course.node}", "", f"**Why** {course.because} (ordered by {by})", "", f"**Now** {doing}", ""]
+    if not isinstance(step, Finish):
+        lines += [f"**Ends** by itself at {_clock(deadline)}", ""]
+    return _page([*lines, *_looked(course.health), *_steps(course.log)])
+
+
+def _looked(health: Health | None) -> list[str]:
+    if health is None:
+        return []
+    return [f"**Last look** {health.verdict}: {health.because}", "", *(f"- {one.code}: {one.because}" for one in health.findings[:16])]
+
+
+def _steps(log: tuple[StepRecord, ...]) -> list[str]:
+    return ["", "### Steps", "", *(f"- {_clock(one.at)} **{one.what}** {one.because}" for one in log), ""] if log else []
+
+
+def _page(lines: list[str]) -> str:
     text = "\n".join(lines)
     return text if len(text.encode()) <= DETAILS_LIMIT else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
 

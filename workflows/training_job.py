@@ -24,19 +24,20 @@ with workflow.unsafe.imports_passed_through():
         DeadlinePassed,
         Event,
         IncidentsArchived,
+        LeaveDue,
         MessageRejected,
         NodeDeclaredDead,
         NodesAcquired,
-        NodesMissing,
         PolicyChanged,
-        RanksFound,
         RanksSucceeded,
         Submitted,
     )
     from recovery.evolve import absorb, evolve, finish, resubmit
-    from recovery.model import Ask, Decision, Examine, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+    from recovery.fleet_model import Place
+    from recovery.model import Ask, Decision, Examine, Ignore, JobState, Leaving, Phase, Relaunch, Repair, Stop, Wait
     from recovery.ranks import seat
     from workflows import orders
+    from workflows.claims import Claims
     from workflows.messages import (
         Carried,
         JobResult,
@@ -44,6 +45,7 @@ with workflow.unsafe.imports_passed_through():
         TrainingJobInput,
         cancel_event,
         explain,
+        leave_event,
         overlay,
         repair_asks_event,
         report_event,
@@ -77,6 +79,9 @@ class TrainingJob:
         self._exited: dict[str, tuple[int, ...]] = dict(start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
+        self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
+        self._saying_again: asyncio.Task[None] | None = None
+        self._leaves: dict[Leaving, asyncio.Task[None]] = {}
         self._timer: asyncio.Task[None] | None = None
         self._deadline: datetime | None = None
         self._attributes: dict[str, object] = {}
@@ -106,6 +111,7 @@ class TrainingJob:
             if self._may_watch():
                 self._watch()
             self._set_deadline(start.carried.deadline)
+            self._keep_leaves()
         while True:
             try:
                 await workflow.wait_condition(lambda: bool(self._inbox) or self._may_end() or self._broken() is not None)
@@ -116,6 +122,7 @@ class TrainingJob:
                 raise RuntimeError(f"nobody expected this of an activity: {broken}") from broken
             while self._inbox:
                 self._take(self._inbox.pop(0))
+            self._keep_leaves()
             self._publish()
             if self._may_end():
                 return await self._end()
@@ -124,7 +131,8 @@ class TrainingJob:
 
     def _broken(self) -> BaseException | None:
         """What a task met that nobody has foreseen; left alone, the job would stand still and not say why."""
-        tasks = [task for task in (self._act, self._archiving, *self._watches.values()) if task is not None and task.done()]
+        all_of_them = (self._act, self._archiving, self._saying_again, *self._watches.values(), *self._leaves.values())
+        tasks = [task for task in all_of_them if task is not None and task.done()]
         return next((error for task in tasks if not task.cancelled() and (error := task.exception()) is not None), None)
 
     # --- one event, one decision
@@ -167,7 +175,7 @@ class TrainingJob:
                     self._watch()  # a node that comes back answers the question by itself
                 else:
                     self._stop_watching()
-                    self._replace_act(lambda: self._stop(once=True))
+                    self._replace_act(self._let_go)
             case Wait():
                 self._set_deadline(decision.until)
                 if decision.phase in (Phase.RUNNING, Phase.NODE_LOST):
@@ -204,13 +212,15 @@ class TrainingJob:
 
         if decision.delay:
             await workflow.sleep(decision.delay.total_seconds(), summary=f"delay before generation {decision.generation}")
-        excluded = tuple(dict.fromkeys((*decision.without, *(avoided.node for avoided in self._job.avoided))))
-        places = tuple((slot.node, slot.address) for slot in self._job.slots)
-        if not decision.keep_nodes or not places or any(name in excluded for name, _ in places):
-            places = await self._acquire(decision, excluded)
+        leaving = tuple(one.node for one in self._job.leaving)
+        excluded = tuple(dict.fromkeys((*decision.without, *leaving, *(avoided.node for avoided in self._job.avoided))))
+        places = tuple(Place(slot.node, slot.address, slot.gpus) for slot in self._job.slots)
+        is_ours = bool(places) and not self._claims.waits and {place.node for place in places} == set(self._claims.nodes)
+        if not (decision.keep_nodes and is_ours) or any(place.node in excluded for place in places):
+            places = await self._claims.acquire(decision, excluded)
             if not places or superseded():
                 return
-        left_out = [node for node in self._job.maybe_alive if node not in {name for name, _ in places}]
+        left_out = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
         if left_out:
             # Everywhere, not only there: a node that was cut off stops itself only when some other node no longer vouches for it.
             before = decision.generation - 1
@@ -220,24 +230,34 @@ class TrainingJob:
                 return
         slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
         self._inbox.append(NodesAcquired(slots))
+        if left_out:
+            await workflow.wait_condition(lambda: self._job.slots == slots)
+            await self._claims.say_what_is_left()
         token = replace(self._job.token, generation=decision.generation)
         self._launching = True
         self._inbox.append(await orders.launch(self._job, token, slots))
         self._launching = False
 
-    async def _acquire(self, decision: Relaunch, excluded: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-        answer = await orders.acquire(self._job, decision, excluded, wait=False)
-        if not answer.nodes:
-            self._inbox.append(NodesMissing(answer.because, answer.hopeless))
-            if answer.hopeless:
-                return ()
-            # There is no other: a node that was only lost is as good as any once it answers again, for its old ranks are stopped first.
-            avoided = tuple(avoided.node for avoided in self._job.avoided)
-            answer = await orders.acquire(self._job, decision, avoided, wait=True)
-        if answer.holding:
-            self._inbox.append(RanksFound(answer.holding))
-            await workflow.wait_condition(lambda: set(answer.holding) <= set(self._job.maybe_alive))
-        return answer.nodes
+    async def _let_go(self) -> None:
+        """A person is asked, and it may take long: what was asked of the fleet and not granted is not wanted meanwhile."""
+        await self._stop(once=True)
+        if self._claims.waits:
+            await self._claims.give_back()
+
+    def _keep_leaves(self) -> None:
+        """One timer for each node that the job was asked to leave."""
+        wanted = self._job.leaving if self._job.ending is None else ()
+        for leaving in [one for one in self._leaves if one not in wanted]:
+            self._leaves.pop(leaving).cancel()
+        for leaving in wanted:
+            if leaving not in self._leaves:
+                self._leaves[leaving] = asyncio.create_task(self._leave(leaving))
+
+    async def _leave(self, leaving: Leaving) -> None:
+        left = max(0.0, (leaving.until - workflow.now()).total_seconds())
+        await workflow.sleep(left, summary=f"until {leaving.node} has to be left: {leaving.because}"[:200])
+        await workflow.wait_condition(lambda: self._job.phase is Phase.RUNNING)
+        self._inbox.append(LeaveDue(leaving.node))
 
     # --- watching
 
@@ -319,6 +339,7 @@ class TrainingJob:
             await self._act  # raises what it met
         if self._archiving is not None:
             await self._settled([self._archiving])  # a cancel changes nothing any more
+        await self._settled([asyncio.create_task(self._claims.give_back())])
         assert self._job.ending is not None
         self._job = finish(self._job, workflow.now())
         self._publish()
@@ -333,7 +354,8 @@ class TrainingJob:
 
     def _may_continue_as_new(self) -> bool:
         """Only while nothing but watching goes on: an order to nodes is never left half-way."""
-        return (self._act is None or self._act.done()) and self._archiving is None and self._job.ending is None
+        busy = [task for task in (self._act, self._archiving, self._saying_again) if task is not None and not task.done()]
+        return not busy and self._job.ending is None
 
     async def _continue_as_new(self) -> None:
         watching = [watch for watch in self._watches.values() if not watch.done()]
@@ -341,7 +363,7 @@ class TrainingJob:
             watch.cancel()
         if (cancelled := await self._settled(watching)) is not None:
             self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
-        carried = Carried(tuple(self._inbox), self._after_seq, self._exited, self._dead, self._deadline)
+        carried = Carried(tuple(self._inbox), self._after_seq, self._exited, self._dead, self._deadline, self._claims.carried)
         workflow.continue_as_new(TrainingJobInput(spec=self._job.spec, policy=self._job.policy, resume=self._job, carried=carried))
 
     async def _settled(self, tasks: list[asyncio.Task[None]]) -> CancelRequested | None:
@@ -403,6 +425,21 @@ class TrainingJob:
     @workflow.signal(description="A repair that this job waits for tells that it waits for a person. Nobody else sends it.")
     def repair_asks(self, message: Any = None, *_more: Any) -> None:
         self._receive("repair_asks", message, repair_asks_event)
+
+    @workflow.signal(description="What the fleet answers to what this job wants. Nobody else sends it.")
+    def granted(self, message: Any = None, *_more: Any) -> None:
+        try:
+            self._claims.receive(message)
+        except ValidationError as error:
+            self._inbox.append(MessageRejected("granted", explain(error)))
+
+    @workflow.signal(description="The fleet was begun anew and asks what this job has. Nobody else sends it.")
+    def claim_again(self, *_more: Any) -> None:
+        self._saying_again = asyncio.create_task(self._claims.say_again())
+
+    @workflow.signal(description="A node is wanted for maintenance. Nobody but the fleet sends it: `nodes quarantine --drain`.")
+    def leave_node(self, message: Any = None, *_more: Any) -> None:
+        self._receive("leave_node", message, leave_event)
 
     @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…"}.')
     def report(self, message: Any = None, *_more: Any) -> None:

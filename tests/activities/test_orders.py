@@ -11,29 +11,21 @@ import pytest
 from temporalio.exceptions import ApplicationError
 
 import recovery.fencing
-from activities.job import LAUNCH_ATTEMPTS, AcquireNodesInput, AcquireNodesOutput, LaunchRanksOutput
+from activities.job import LAUNCH_ATTEMPTS, LaunchRanksOutput
 from activities.logs import LogActivities
 from activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
 from activities.stopping import StopRanksInput, StopRanksOutput
 from backends.simulated import Fault, Lingers, Prints, Refuse, Script
 from recovery.causes import Cause
-from recovery.model import Incident, Slot
+from recovery.model import Incident
 from tests.activities.harness import PATIENCE, TOKEN, Stand, ago, environment, stand
 from workflows.log_messages import ReadLogsInput
-
-
-async def acquire(fleet: Stand, count: int = 2, **changes: object) -> AcquireNodesOutput:
-    return await environment().run(fleet.jobs.acquire_nodes, replace(AcquireNodesInput("default", count), **changes))  # type: ignore[arg-type]
 
 
 async def stop(fleet: Stand, **changes: object) -> StopRanksOutput:
     given = StopRanksInput(TOKEN, "default", ("n1", "n2"), fleet.timeouts, 2)
     stopping = environment().run(fleet.jobs.stop_ranks, replace(given, **changes))  # type: ignore[arg-type]
     return await asyncio.wait_for(stopping, PATIENCE)
-
-
-def names(output: AcquireNodesOutput) -> list[str]:
-    return [name for name, _ in output.nodes]
 
 
 async def test_a_launch_that_lost_an_answer_is_repeated_and_starts_nothing_twice() -> None:
@@ -110,37 +102,6 @@ async def test_stopping_once_leaves_a_silent_node_alone() -> None:
     fleet = stand()
     fleet.backend.cut("n2")
     assert (await stop(fleet, once=True)).nodes == ("n1",)
-
-
-async def test_nodes_keep_their_places_and_spares_come_last() -> None:
-    fleet = stand(nodes=3, spares=2)
-    assert names(await acquire(fleet, 3)) == ["n1", "n2", "n3"]
-    keep = tuple(Slot(name, name) for name in ("n3", "n1", "n2"))
-    assert names(await acquire(fleet, 3, keep=keep)) == ["n3", "n1", "n2"]
-    assert names(await acquire(fleet, 3, keep=keep, exclude=("n1",))) == ["n3", "n4", "n2"]
-    fleet.backend.cut("n2")
-    assert names(await acquire(fleet, 3, keep=keep, exclude=("n1",))) == ["n3", "n4", "n5"]
-
-
-async def test_too_few_nodes_are_said_with_their_number_and_are_hopeless_only_when_the_fleet_is_too_small() -> None:
-    fleet = stand()
-    fleet.backend.cut("n2")
-    answer = await acquire(fleet)
-    assert (answer.nodes, answer.because, answer.hopeless) == ((), "1 of the 2 nodes wanted answer", False)
-    answer = await acquire(fleet, exclude=("n1",))
-    assert answer.because == "0 of the 2 nodes wanted answer (n1 left out)"
-    answer = await acquire(fleet, 3)
-    assert (answer.because, answer.hopeless) == ("fleet default has 2 nodes, the job asks for 3", True)
-
-
-async def test_nodes_that_hold_ranks_of_an_earlier_submission_are_told() -> None:
-    fleet = stand(spares=1)
-    await fleet.launch()
-    later = replace(TOKEN, submission=2000, generation=0)
-    assert (await acquire(fleet, older_than=later)).holding == ("n1", "n2")
-    assert (await acquire(fleet, older_than=replace(later, job="other"))).holding == ()
-    await stop(fleet)
-    assert (await acquire(fleet, older_than=later)).holding == ()
 
 
 def incident(number: int) -> Incident:

@@ -87,11 +87,6 @@ def make_rig(server: Client, tmp_path: Path) -> MakeRig:
 
 
 @pytest.fixture
-def make_skipping_rig(skipping: WorkflowEnvironment, tmp_path: Path) -> MakeRig:
-    return partial(rig, skipping.client, tmp_path)
-
-
-@pytest.fixture
 def make_short_rig(short_server: Client, tmp_path: Path) -> MakeRig:
     return partial(rig, short_server, tmp_path)
 

@@ -11,10 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, WorkflowHistory
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle, WorkflowHistory
 from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Replayer, Worker
 
+from activities.fleet import FleetActivities, TellFleetInput
 from activities.job import JobActivities
 from activities.logs import LogActivities
 from activities.node import NodeActivities
@@ -26,7 +28,8 @@ from recovery.model import JobState, Phase
 from recovery.policy import Policy, resolve
 from recovery.spec import FleetSpec, JobSpec
 from tests.invariants import assert_invariants
-from workflows.messages import JobResult, TrainingJobInput
+from workflows.fleet import Fleet
+from workflows.messages import FLEET_ID_PREFIX, JobResult, TrainingJobInput
 from workflows.node_repair import NodeRepair
 from workflows.training_job import TrainingJob
 
@@ -42,18 +45,25 @@ def policy(timeouts: dict[str, str] | None = None, **changes: Any) -> Policy:
     return resolve({**changes, "timeouts": seconds})
 
 
-def fleet(nodes: int, spares: int = 0, gpus: int = 0, repairs: str = "act", name: str = "default") -> FleetSpec:
+def fleet(nodes: int, spares: int = 0, gpus: int = 0, repairs: str = "act", name: str = "default", **more: Any) -> FleetSpec:
     named = [
         {"name": f"n{i}", "address": f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}", "spare": i > nodes, "gpus": gpus}
         for i in range(1, nodes + spares + 1)
     ]
-    return FleetSpec.model_validate({"name": name, "backend": "simulated", "repairs": repairs, "nodes": named})
+    return FleetSpec.model_validate({"name": name, "backend": "simulated", "repairs": repairs, "nodes": named, **more})
 
 
 @dataclass
 class SimulatedFleets:
     known: FleetSpec
     simulated: SimulatedBackend
+    wrong: str = ""
+    """Why the fleet file cannot be read."""
+
+    def read_again(self, fleet: str) -> FleetSpec:
+        if self.wrong:
+            raise ValueError(self.wrong)
+        return self.spec(fleet)
 
     def spec(self, fleet: str) -> FleetSpec:
         if fleet != self.known.name:
@@ -103,13 +113,16 @@ class Job:
 
     async def runs(self) -> list[WorkflowHistory]:
         """Histories of all runs of this job, oldest first."""
-        found = []
-        run_id = self.handle.first_execution_run_id
-        while run_id:
-            history = await self.client.get_workflow_handle(self.handle.id, run_id=run_id).fetch_history()
-            found.append(history)
-            run_id = history.events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id
-        return found
+        return await runs_of(self.client, self.handle.id, self.handle.first_execution_run_id)
+
+
+async def runs_of(client: Client, id_: str, run_id: str | None) -> list[WorkflowHistory]:
+    found = []
+    while run_id:
+        history = await client.get_workflow_handle(id_, run_id=run_id).fetch_history()
+        found.append(history)
+        run_id = history.events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id
+    return found
 
 
 def failed_result(error: WorkflowFailureError) -> JobResult:
@@ -128,6 +141,40 @@ class Rig:
     queue: str
     archive: Path
     jobs: list[Job] = field(default_factory=list)
+    fleet_histories: list[WorkflowHistory] = field(default_factory=list)
+    """Of the fleet's workflows that have been ended."""
+
+    @property
+    def fleet(self) -> WorkflowHandle[Any, Any]:
+        return self.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{self.fleets.known.name}")
+
+    async def tell_fleet(self, signal: str, message: Any = None) -> None:
+        """Send it a signal as jobs and repairs do: the first one begins it."""
+        activities = FleetActivities(self.fleets, self.client, self.queue)
+        await activities.tell_fleet(TellFleetInput(self.fleets.known.name, signal, message))
+
+    async def end_jobs(self) -> None:
+        """Terminate what a test left open: the next rig's fleet would ask it what it holds."""
+        for job in self.jobs:
+            try:
+                await job.handle.terminate("the test is over")
+            except RPCError as error:
+                if error.status is not RPCStatusCode.NOT_FOUND:
+                    raise
+
+    async def end_fleet(self) -> None:
+        """Terminate it, if there is one."""
+        try:
+            described = await self.fleet.describe()
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                return
+            raise
+        if described.task_queue != self.queue or described.status is not WorkflowExecutionStatus.RUNNING:
+            return
+        await self.fleet.terminate("the test is over")
+        first = described.raw_description.workflow_execution_info.first_run_id or described.run_id
+        self.fleet_histories += await runs_of(self.client, self.fleet.id, first)
 
     async def submit(
         self,
@@ -167,7 +214,8 @@ class Rig:
         return [(order.node, order.token.generation) for order in self.backend.orders if order.command == command]
 
 
-def activities(fleets: SimulatedFleets, client: Client, archive: Path) -> list[Callable[..., Any]]:
+def activities(fleets: SimulatedFleets, client: Client, archive: Path, queue: str) -> list[Callable[..., Any]]:
+    of_fleet = FleetActivities(fleets, client, queue)
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
     records, logs, nodes = RecordActivities(archive), LogActivities(fleets, archive), NodeActivities(fleets)
     return [
@@ -175,7 +223,13 @@ def activities(fleets: SimulatedFleets, client: Client, archive: Path) -> list[C
         nodes.check_nodes,
         nodes.read_terms,
         nodes.order_repair,
-        jobs.acquire_nodes,
+        of_fleet.read_fleet,
+        of_fleet.look_at_nodes,
+        of_fleet.last_state,
+        of_fleet.find_jobs,
+        of_fleet.closed_jobs,
+        of_fleet.reclaim,
+        of_fleet.tell_fleet,
         jobs.launch_ranks,
         jobs.stop_ranks,
         watch.watch_ranks,
@@ -189,8 +243,8 @@ def worker(client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *
     return Worker(
         client,
         task_queue=queue,
-        workflows=[TrainingJob, NodeRepair],
-        activities=activities(fleets, client, archive),
+        workflows=[TrainingJob, NodeRepair, Fleet],
+        activities=activities(fleets, client, archive, queue),
         # Nothing is cached, so each task replays the job from its beginning.
         max_cached_workflows=cached,
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
@@ -213,16 +267,20 @@ async def rig(
     gpus: int = 0,
     repairs: str = "act",
     name: str = "default",
+    limits: dict[str, Any] | None = None,
 ) -> AsyncIterator[Rig]:
-    spec = fleet(nodes, spares, gpus, repairs, name)
+    spec = fleet(nodes, spares, gpus, repairs, name, limits=limits or {})
     backend = SimulatedBackend(spec, script, clock)
     fleets = SimulatedFleets(spec, backend)
     made = Rig(client, backend, fleets, f"q-{uuid.uuid4().hex[:8]}", archive)
     async with worker(client, made.queue, fleets, archive, cached=cached):
-        yield made
-        for job in made.jobs:
-            for history in await job.runs():
-                await replay(history)
+        try:
+            yield made
+        finally:
+            await made.end_jobs()
+            await made.end_fleet()  # the next rig's fleet may have the same name, and another worker
+        for history in [*made.fleet_histories, *[history for job in made.jobs for history in await job.runs()]]:
+            await replay(history)
     if two_controllers:
         # Somebody else has launched higher tokens of the job before, so that ours are older ones for a while.
         backend.calls[:] = [call for call in backend.calls if call.command not in ("prepare", "start")]
@@ -235,4 +293,4 @@ async def replay(history: WorkflowHistory) -> None:
     Raises:
         NondeterminismError: it would have ordered something else.
     """
-    await Replayer(workflows=[TrainingJob, NodeRepair], data_converter=data_converter()).replay_workflow(history)
+    await Replayer(workflows=[TrainingJob, NodeRepair, Fleet], data_converter=data_converter()).replay_workflow(history)

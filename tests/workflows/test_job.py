@@ -217,7 +217,7 @@ async def test_a_fleet_that_is_too_small_fails_the_job_at_once(make_rig: MakeRig
     async with make_rig() as rig:
         result = await (await rig.submit(nodes=3)).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
-        assert result.because == "fleet default has 2 nodes, the job asks for 3"
+        assert result.because == "fleet default has 2 nodes, and 3 are wanted"
 
 
 async def test_a_fleet_that_no_worker_knows_fails_the_job_at_once(make_rig: MakeRig) -> None:

@@ -1,0 +1,143 @@
+"""Jobs and their fleet together, both real workflows on simulated nodes: who shares, who is replaced, who leaves, who gives way."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from backends.simulated import Exit, Progress, Script, Sick
+from backends.simulated.health import bus_id
+from recovery.fleet_model import FleetState, Standing
+from recovery.model import Phase
+from tests.workflows.claimants import fleet_state, until_fleet
+from tests.workflows.conftest import MakeRig
+from tests.workflows.rig import Job, Rig, policy
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+XID_79 = (f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",)
+
+
+def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:
+    return make_rig(Script(happenings, then="run"), name=f"f-{uuid.uuid4().hex[:8]}", **options)
+
+
+def standing(state: FleetState, node: str) -> Standing:
+    return next(record.standing for record in state.nodes if record.name == node)
+
+
+async def ended(*jobs: Job) -> None:
+    for job in jobs:
+        await job.handle.signal("cancel")
+    for job in jobs:
+        await job.result()
+
+
+async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRig) -> None:
+    async with make(make_rig, nodes=1, gpus=4) as rig:
+        jobs = [await rig.submit(nodes=1, gpus_per_node=2) for _ in range(2)]
+        for job in jobs:
+            await job.until_phase(Phase.RUNNING)
+        shares = {call.order.rank_env[0]["CUDA_VISIBLE_DEVICES"] for call in rig.backend.calls if call.command == "start"}
+        assert shares == {"0,1", "2,3"}
+        third = await rig.submit(nodes=1, gpus_per_node=1)
+        waiting = await third.until_phase(Phase.WAITING_FOR_NODES)
+        assert any(job.handle.id.removeprefix("job/") in waiting.because for job in jobs), "it is told who has them"
+        await ended(jobs[0])
+        await third.until_phase(Phase.RUNNING)
+        await ended(jobs[1], third)
+        state = await until_fleet(rig, lambda state: not state.claims, "no claim")
+        assert [record.claim for record in state.claims] == []
+
+
+async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired_for_the_next_job(make_rig: MakeRig) -> None:
+    breaks = Exit(generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_79)
+    sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
+    async with make(make_rig, breaks, Progress(generation=2, steps=((0.0, 6),), hangs=True), sick, nodes=2, spares=1, gpus=8) as rig:
+        first = await rig.submit(gpus_per_node=8)
+        state = await first.until_phase(Phase.RUNNING, 2)
+        assert [slot.node for slot in state.slots] == ["n1", "n3"]
+        fleet = await until_fleet(rig, lambda state: standing(state, "n2") is Standing.IN_SERVICE and bool(rig.backend.upkeep), "n2 back")
+        assert [one.command for one in rig.backend.upkeep if one.kind == "began"][:2] == ["diagnose", "reboot"]
+        record = next(record for record in fleet.nodes if record.name == "n2")
+        assert [(mark.job, mark.code, bool(mark.retracted)) for mark in record.marks] == [(state.name, "Xid 79", True)]
+        await ended(first)
+        second = await rig.submit(gpus_per_node=8, nodes=2)
+        assert [slot.node for slot in (await second.until_phase(Phase.RUNNING)).slots] == ["n1", "n2"]
+        await ended(second)
+
+
+async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(make_rig: MakeRig) -> None:
+    async with make(make_rig, nodes=2, spares=1, gpus=8) as rig:
+        job = await rig.submit(gpus_per_node=8)
+        await job.until_phase(Phase.RUNNING, 1)
+        message = {"node": "n2", "because": "new power supply", "by": "grace", "drain": True, "within": "1s"}
+        await rig.fleet.signal("quarantine", message)
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert [slot.node for slot in state.slots] == ["n1", "n3"]
+        assert (state.restarts_spent, state.tries, state.incidents, state.leaving) == (0, (), (), ())
+        assert any("grace wants n2" in notice for notice in state.notices)
+        fleet = await until_fleet(rig, lambda state: "n2" not in {place.node for one in state.claims for place in one.places}, "n2 left")
+        assert standing(fleet, "n2") is Standing.QUARANTINED
+        await ended(job)
+
+
+async def test_of_two_jobs_that_wait_for_each_others_nodes_the_younger_gives_way(make_rig: MakeRig) -> None:
+    """Each loses a node for good and there is no other: without an end to it both would stand for ever."""
+    breaks = [
+        Exit(generation=1, node=node, rank=rank, exit_code=None, signal=6, after=3.0, kernel=XID_79)
+        for node, rank in (("n2", 1), ("n4", 1))
+    ]
+    sick = [Sick(node=node, remap_failed=0, when="running") for node in ("n2", "n4")]
+    limits = {"replacement_wait": "1s", "nodes_out": "50%"}
+    async with make(make_rig, *breaks, *sick, nodes=4, gpus=8, limits=limits) as rig:
+        older = await rig.submit(gpus_per_node=8, ranks=1)
+        await older.until_phase(Phase.RUNNING, 1)
+        younger = await rig.submit(gpus_per_node=8, ranks=1)
+        await younger.until_phase(Phase.RUNNING, 1)
+        state = await older.until_phase(Phase.RUNNING, 2)
+        assert {slot.node for slot in state.slots} == {"n1", "n3"}
+        waiting = await younger.until(lambda s: s.phase is Phase.WAITING_FOR_NODES and not s.maybe_alive, "given way")
+        assert waiting.generation == 2
+        await ended(older)
+        assert {slot.node for slot in (await younger.until_phase(Phase.RUNNING, 2)).slots} == {"n1", "n3"}
+        await ended(younger)
+
+
+async def test_a_job_that_is_submitted_again_after_a_terminate_stops_its_old_ranks_first(make_rig: MakeRig) -> None:
+    async with make(make_rig, nodes=2, gpus=8) as rig:
+        name = f"job-{uuid.uuid4().hex[:8]}"
+        first = await rig.submit(gpus_per_node=8, name=name)
+        await first.until_phase(Phase.RUNNING)
+        await first.handle.terminate("by mistake")
+        second = await rig.submit(gpus_per_node=8, name=name)
+        state = await second.until_phase(Phase.RUNNING)
+        old = {life.token.submission for life in rig.backend.lives if life.token.submission < state.submission}
+        assert len(old) == 1
+        living = [life for life in rig.backend.lives if life.token.submission in old]
+        assert [one.kind for one in living].count("ended") == [one.kind for one in living].count("started") == 4
+        await ended(second)
+
+
+async def test_a_job_of_a_fleet_that_nobody_knows_fails_with_that_sentence(make_rig: MakeRig) -> None:
+    async with make(make_rig) as rig:
+        result = await (await rig.submit(fleet="nowhere")).result()
+        assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
+        assert "fleet 'nowhere' is not known" in result.because
+
+
+async def test_a_job_that_asks_a_person_keeps_its_nodes_and_one_that_never_got_any_wants_none(make_rig: MakeRig) -> None:
+    asks = policy({"answer_within": "2s"}, causes={"APPLICATION": [{"strategy": "ASK"}]})
+    async with make(make_rig, Exit(generation=1, rank=0, after=0.2), nodes=2, gpus=8) as rig:
+        job = await rig.submit(policy(causes={"APPLICATION": [{"strategy": "ASK"}]}), gpus_per_node=8)
+        await job.until_phase(Phase.WAITING_FOR_PERSON)
+        assert {place.node for one in (await fleet_state(rig)).claims for place in one.places} == {"n1", "n2"}
+        other = await rig.submit(asks, gpus_per_node=8)
+        await other.until_phase(Phase.WAITING_FOR_PERSON)
+        await until_fleet(rig, lambda state: [one.claim.nodes for one in state.claims] == [2], "one claim")
+        await job.handle.signal("force_retry")
+        assert {slot.node for slot in (await job.until_phase(Phase.RUNNING, 2)).slots} == {"n1", "n2"}
+        await ended(job)
+        await other.result()

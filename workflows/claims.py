@@ -1,0 +1,150 @@
+"""What a job has asked of its fleet, and what was answered. A claim says all, so an answer to an earlier one means nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from pydantic import TypeAdapter
+
+    from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
+    from recovery.claim import claim, give_back
+    from recovery.events import Event, NodesMissing, RanksFound
+    from recovery.fleet_model import Claim, Grant, Place
+    from recovery.model import JobState, Relaunch
+    from recovery.ranks import keep_places
+    from workflows import orders
+    from workflows.messages import ClaimsCarried
+    from workflows.orders import KEEP_TRYING
+
+GRANT = TypeAdapter(Grant)
+
+
+class Claims:
+    def __init__(self, job: Callable[[], JobState], tell: Callable[[Event], None], carried: ClaimsCarried) -> None:
+        self._job = job
+        self._tell = tell
+        self._seq = carried.seq
+        self.nodes = carried.nodes
+        """The job's own: granted and not given back. They are those of its slots, but for a moment around a launch."""
+        self._wants: Callable[[int], Claim] | None = None
+        """What is asked for and not answered."""
+        self._answers: list[Grant] = []
+
+    @property
+    def carried(self) -> ClaimsCarried:
+        return ClaimsCarried(self._seq, self.nodes)
+
+    @property
+    def waits(self) -> bool:
+        return self._wants is not None
+
+    async def _ask(self, keep: tuple[str, ...], avoid: tuple[str, ...], *, queue: bool = False) -> None:
+        """Say what is wanted; `_answer` says what comes of it."""
+        self.nodes = keep
+        self._wants = lambda seq: claim(self._job(), seq, keep=keep, avoid=avoid, queue=queue)
+        await self._send(self._wants)
+
+    async def _answer(self) -> Grant:
+        await workflow.wait_condition(lambda: bool(self._answers))
+        grant = self._answers.pop(0)
+        if grant.kind == "granted":
+            self.nodes, self._wants = tuple(place.node for place in grant.places), None
+        return grant
+
+    async def acquire(self, decision: Relaunch, excluded: tuple[str, ...]) -> tuple[Place, ...]:
+        """Have the fleet grant all the nodes that are wanted; none where it never can."""
+        # Of its slots, what was given back may be somebody else's by now.
+        mine = [slot.node for slot in self._job().slots if slot.node in self.nodes] if decision.keep_nodes else []
+        keep = tuple(node for node in mine if node not in excluded)
+        waits = False
+        await self._ask(keep, excluded)
+        while (grant := await self._answer()).kind != "granted":
+            self._tell(NodesMissing(grant.because, hopeless=grant.kind == "hopeless"))
+            if grant.kind == "hopeless":
+                return ()
+            if grant.kind == "yield":
+                keep = self.nodes = ()
+                alive = self._job().maybe_alive
+                if alive:
+                    self._tell(await orders.prove_gone(self._job(), decision.generation - 1, alive, "stop what waits for more nodes"))
+                    await workflow.wait_condition(lambda: not self._job().maybe_alive)
+            if grant.kind == "yield" or not waits:
+                # There is no other: a node that was only lost is as good as any once it answers again, for its old ranks are stopped first.
+                unwanted = (*(one.node for one in self._job().leaving), *(avoided.node for avoided in self._job().avoided))
+                await self._ask(keep, unwanted, queue=grant.kind == "yield")
+            waits = True
+        if grant.holding:
+            self._tell(RanksFound(grant.holding))
+            await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job().maybe_alive))
+        return keep_places(self._job().slots if keep else (), grant.places)
+
+    async def say_what_is_left(self) -> None:
+        """The job goes on with the nodes of its slots, and holds no other one any more."""
+        await self._send(self._as_it_is)
+
+    async def give_back(self) -> None:
+        """The job wants nothing any more, and has nothing but what its ranks may still live on. That the server took it is enough:
+        a fleet that is lost afterwards asks who holds what, and this job will not be among them."""
+        if self._seq:
+            self.nodes, self._wants = (), None
+            await self._send(lambda seq: give_back(self._job(), seq))
+
+    async def say_again(self) -> None:
+        """The fleet does not know, because it was begun anew."""
+        if self._wants is not None:
+            await self._send(self._wants)
+        elif self.nodes:
+            await self._send(self._as_it_is)
+        else:
+            await self._send(lambda seq: give_back(self._job(), seq))
+
+    def receive(self, message: Any) -> None:
+        """Take an answer.
+
+        Raises:
+            ValidationError: it is none.
+        """
+        grant = GRANT.validate_python(message)
+        if (grant.submission, grant.seq) != (self._job().submission, self._seq):
+            return
+        if self._wants is not None:
+            self._answers.append(grant)
+        elif grant.holding:
+            # It had all that it wanted; what is new is where older ranks live. They are stopped with the next launch, or at the end.
+            self._tell(RanksFound(grant.holding))
+
+    def _as_it_is(self, seq: int) -> Claim:
+        return claim(self._job(), seq, keep=self.nodes)
+
+    async def _send(self, make: Callable[[int], Claim]) -> None:
+        self._seq += 1
+        self._answers.clear()
+        job, message = self._job(), make(self._seq)
+        try:
+            await workflow.execute_activity_method(
+                FleetActivities.tell_fleet,
+                TellFleetInput(job.spec.fleet, "claim", message),
+                start_to_close_timeout=timedelta(seconds=10),
+                retry_policy=KEEP_TRYING,
+                summary=_summary(message, job.spec.fleet),
+            )
+        except ActivityError as error:
+            cause = error.cause
+            if not (isinstance(cause, ApplicationError) and cause.type == FLEET_UNKNOWN):
+                raise
+            if self._wants is not None and message.seq == self._seq:
+                self._answers.append(Grant(job.submission, message.seq, "hopeless", because=cause.message))
+
+
+def _summary(message: Claim, fleet: str) -> str:
+    if not message.nodes:
+        return f"give every node back to fleet {fleet}"
+    new = message.nodes - len(message.keep)
+    kept = f", keeping {len(message.keep)}" if message.keep else ""
+    return f"ask fleet {fleet} for {new} node{'s' * (new != 1)}{kept}" if new else f"tell fleet {fleet} which nodes are in use"
