@@ -18,53 +18,28 @@ if __name__ == "__main__":
 
 import asyncio
 import contextlib
-import json
 import sys
-from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from console.node_commands import nodes_app
+from console.terminal import Because, Job, Json, print_json, say, with_client
 from settings import Mistake, Settings, read_settings
 
 if TYPE_CHECKING:
     from temporalio.client import Client
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
-nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes: look at them, repair them, vouch for them.")
 policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Policies: what is tried after a fault, and how often.")
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(policy_app, name="policy")
 
-Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
-Because = Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")]
-Job = Annotated[str, typer.Argument(metavar="JOB")]
 PolicyName = Annotated[str, typer.Argument(metavar="FILE|PRESET")]
 State = Annotated[Path | None, typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch.")]
-Value = TypeVar("Value")
 BAD_INPUT = 2
-
-
-def say(text: str) -> None:
-    print(f"relaunch: {text}", file=sys.stderr, flush=True)
-
-
-def with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
-    """Read the settings, connect, and do one thing."""
-
-    async def connected() -> Value:
-        from connection import connect
-
-        settings = read_settings()
-        return await work(await connect(settings.state), settings)
-
-    return asyncio.run(connected())
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
 
 
 @app.command()
@@ -244,70 +219,6 @@ def retry(
     from console import jobs
 
     print(with_client(lambda client, s: jobs.retry(client, s.task_queue, job, because, tuple(avoid or ()), renew_budgets)))
-
-
-@nodes_app.command("declare-dead")
-def declare_dead(node: Annotated[str, typer.Argument(metavar="NODE")], because: Annotated[str, typer.Option(help="How you know.")]) -> None:
-    """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere."""
-    from console import jobs
-
-    told = with_client(lambda client, _: jobs.declare_dead(client, node, because))
-    print(f"node {node} is dead: told {', '.join(told)}")
-
-
-Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
-Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
-
-
-@nodes_app.command("list")
-def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
-    """Look at every node of a fleet: who uses it, how it is by NVML and its kernel, what was done to it."""
-    print_checked(fleet, (), 0, as_json)
-
-
-@nodes_app.command("check")
-def nodes_check(
-    nodes: Annotated[list[str], typer.Argument(metavar="NODE...")], fleet: Fleet = "default", level: Level = 2, as_json: Json = False
-) -> None:
-    """Examine nodes as a job would have it done after a fault. DCGM runs only where no rank does. Exit code 1 unless all are healthy."""
-    if not print_checked(fleet, tuple(nodes), level, as_json):
-        raise typer.Exit(1)
-
-
-def print_checked(fleet: str, names: tuple[str, ...], level: int, as_json: bool) -> bool:
-    from console import nodes
-
-    found = with_client(lambda client, s: nodes.check(client, s.task_queue, fleet, names, level))
-    rows = [nodes.row(one) for one in found]
-    if as_json:
-        print_json(rows)
-    else:
-        nodes.print_nodes(rows, datetime.now(UTC))
-    return all(one["health"] == "HEALTHY" for one in rows)
-
-
-@nodes_app.command("repair")
-def nodes_repair(
-    node: Annotated[str, typer.Argument(metavar="NODE")],
-    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
-    reboot: Annotated[bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")] = False,
-    reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
-    gpu: Annotated[list[str] | None, typer.Option(metavar="BUS_ID", help="Only this GPU.")] = None,
-    fleet: Fleet = "default",
-    level: Level = 2,
-) -> None:
-    """Reset the GPUs of a node, or reboot it, and examine it afterwards. Refused where ranks run. Exit code 1 unless it is healthy then."""
-    from console import nodes
-    from recovery.policy import Strategy
-
-    if reboot == reset_gpus:
-        raise Mistake("what to do is missing, expected one of --reboot and --reset-gpus")
-    strategy = Strategy.REBOOT_NODE if reboot else Strategy.RESET_GPU
-    say(f"{strategy} of {node}: see {nodes.repair_id(fleet, node)} in the web UI")
-    ended = with_client(lambda client, s: nodes.repair(client, s.task_queue, fleet, node, strategy, gpu or (), because, level))
-    print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.because}")
-    if ended.outcome != "done":
-        raise typer.Exit(1)
 
 
 @app.command()

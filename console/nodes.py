@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from temporalio.client import ActivityFailureError, Client, WorkflowUpdateFailedError
+from temporalio.client import ActivityFailureError, Client, WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from console.files import check_name
-from console.jobs import look
+from console.jobs import QUERY_WITHIN, look
 from console.submission import TASK_TIMEOUT, whoami
 from console.views import age
 from recovery.model import Phase
@@ -60,7 +60,7 @@ async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str
 
 
 def row(item: NodeHealth) -> dict[str, Any]:
-    """`nodes list --json`; the keys are a promise."""
+    """`nodes check --json`; the keys are a promise."""
     health = item.health
     jobs = [one.split(" ")[1] for one in health.busy if one.startswith("job ")]
     return {
@@ -150,13 +150,25 @@ async def answer(client: Client, job: str, decision: str, because: str) -> tuple
     return told
 
 
+async def answer_for_node(client: Client, fleet: str, node: str, decision: str, because: str) -> None:
+    """Approve or deny what the repair of one node asks, whoever ordered it.
+
+    Raises:
+        Mistake: there is no repair of it under way, or it asks nothing.
+    """
+    if why := await _answer(client, repair_id(fleet, node), decision, because):
+        raise Mistake(f"node {node}: {why}")
+
+
 async def _answer(client: Client, id_: str, decision: str, because: str) -> str | None:
     """Return why it was not taken."""
     message = AnswerMessage.model_validate({"decision": decision, "because": because, "by": whoami()})
     try:
-        await client.get_workflow_handle(id_).execute_update("answer", message)
+        await client.get_workflow_handle(id_).execute_update("answer", message, rpc_timeout=QUERY_WITHIN)
     except WorkflowUpdateFailedError as error:
-        return f"{id_}: {error.cause or error}"
+        return f"{id_}: {getattr(error.cause, 'message', '') or error.cause or error}"
+    except WorkflowUpdateRPCTimeoutOrCancelledError:
+        return f"{id_}: no worker answers: start one and say it again"
     except RPCError as error:
         if error.status is not RPCStatusCode.NOT_FOUND:
             raise

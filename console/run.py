@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -133,11 +133,15 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
 
         client = await connect(settings.state, await own.address() if own else None)
         await submit(client, settings.task_queue, spec, policy)
+        # From here on ctrl-C means the job, and not only this program.
+        interruptions: asyncio.Queue[None] = asyncio.Queue()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, interruptions.put_nowait, None)
         say(f"job {spec.name} submitted: {spec.world_size} ranks on {spec.node_count} nodes")
         from console import follow, jobs  # while the ranks start
 
         following = asyncio.create_task(follow.follow_with_logs(client, settings.task_queue, spec.name, say))
-        code = await _until_done(following, lambda: jobs.cancel(client, spec.name, "ctrl-C"), spec.name, say)
+        code = await _until_done(following, interruptions, lambda: jobs.cancel(client, spec.name, "ctrl-C"), spec.name, say)
         if code is None:
             if own:
                 own.leave()
@@ -152,31 +156,25 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
                 shutil.rmtree(own.state, ignore_errors=True)
 
 
-async def _until_done(following: asyncio.Task[int], cancel: Callable[[], Any], name: str, say: Callable[[str], None]) -> int | None:
+async def _until_done(
+    following: asyncio.Task[int],
+    interruptions: asyncio.Queue[None],
+    cancel: Callable[[], Coroutine[Any, Any, Any]],
+    name: str,
+    say: Callable[[str], None],
+) -> int | None:
     """Wait for the job; the first interruption cancels it, the second returns None at once."""
-    interruptions = 0
-    leave = asyncio.Event()
-    cancelling: list[asyncio.Task[Any]] = []
-
-    def interrupted() -> None:
-        nonlocal interruptions
-        interruptions += 1
-        if interruptions == 1:
-            say(f"cancelling job {name}; ctrl-C again leaves at once")
-            cancelling.append(asyncio.create_task(cancel()))
-        else:
+    cancelling: asyncio.Task[Any] | None = None
+    while True:
+        interrupted = asyncio.create_task(interruptions.get())
+        await asyncio.wait({following, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            interrupted.cancel()
+            return following.result()
+        if cancelling is not None:
             say(f"leaving; job {name} is being cancelled")
-            leave.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
-    leaving = asyncio.create_task(leave.wait())
-    await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    if following.done():
-        leaving.cancel()
-        return following.result()
-    following.cancel()
-    if cancelling:
-        await asyncio.wait(cancelling, timeout=2)  # the message itself must be out
-    return None
+            following.cancel()
+            await asyncio.wait([cancelling], timeout=2)  # the message itself must be out
+            return None
+        say(f"cancelling job {name}; ctrl-C again leaves at once")
+        cancelling = asyncio.create_task(cancel())

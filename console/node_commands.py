@@ -1,0 +1,221 @@
+"""The commands `starter.py nodes …`: what a fleet knows of its nodes, what people say about them, examinations and repairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from console.terminal import Json, print_json, say, with_client
+from settings import Mistake, Settings
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+    from console.fleets import Answer
+    from recovery.fleet_model import FleetState
+
+nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes: who has them, how they are; repair them, vouch for them.")
+
+Node = Annotated[str, typer.Argument(metavar="NODE")]
+Why = Annotated[str, typer.Option("--because", help="Why, a clause for whoever reads the history.")]
+Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
+Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
+
+
+@nodes_app.command("list")
+def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
+    """List the nodes of a fleet as the fleet knows them: who has each, what keeps it from jobs, what happened on it."""
+    from console import fleet_pages, fleet_views, fleets
+
+    state = with_client(lambda client, s: fleets.read(client, s.task_queue, fleet))
+    if as_json:
+        print_json(fleet_views.rows(state))
+        return
+    now = datetime.now(UTC)
+    fleet_views.print_nodes(state, now)
+    if notes := fleet_pages.fleet_notes(state, now):
+        print("\n" + "\n".join(notes))
+
+
+@nodes_app.command("show")
+def nodes_show(
+    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Without: the fleet itself.")] = None,
+    fleet: Fleet = "default",
+    as_json: Json = False,
+) -> None:
+    """Show all that a fleet knows of one node; without a node: its limits, its breaker, who waits, what people did."""
+    from console import fleet_pages, fleet_views, fleets
+
+    async def work(client: Client, settings: Settings) -> tuple[FleetState, str | None]:
+        from connection import running_up
+
+        up = running_up(settings.state)
+        # The `up` of this state folder may not be the server that TEMPORAL_ADDRESS names.
+        ours = up is not None and client.service_client.config.target_host == up.address
+        web = fleet_pages.workflow_address(up.ui, client.namespace) if up and ours else None
+        return await fleets.read(client, settings.task_queue, fleet), web
+
+    state, web = with_client(work)
+    now = datetime.now(UTC)
+    if node is None:
+        print_json(fleet_pages.fleet_view(state)) if as_json else print("\n".join(fleet_pages.fleet_lines(state, now)))
+        return
+    record = fleets.node_of(state, node)
+    here = fleet_views.tenants(state).get(node, ())
+    if as_json:
+        print_json({**fleet_views.row(record, here), **fleet_pages.node_more(record, here)})
+    else:
+        print("\n".join(fleet_pages.node_lines(record, here, fleet, now, web)))
+
+
+@nodes_app.command("quarantine")
+def nodes_quarantine(
+    node: Node,
+    because: Why,
+    drain: Annotated[bool, typer.Option("--drain", help="Also have it left by whoever has it.")] = False,
+    within: Annotated[str | None, typer.Option(metavar="DURATION", help="With --drain: at the latest; default 30m.")] = None,
+    fleet: Fleet = "default",
+) -> None:
+    """Keep a node from jobs until somebody releases it. Whoever has it may stay, unless --drain says otherwise."""
+    from console import fleets
+    from console.fleet_pages import quarantined_sentence
+
+    if within is not None and not drain:
+        raise Mistake(f"--within {within} is how long a drain may take: expected --drain with it")
+    if within is not None:
+        check_duration(within)
+    answer = with_client(lambda client, s: fleets.quarantine(client, s.task_queue, fleet, node, because, drain, within))
+    finish(answer, fleet, lambda: quarantined_sentence(answer.fleet, node))
+
+
+@nodes_app.command("release")
+def nodes_release(node: Node, because: Why, fleet: Fleet = "default") -> None:
+    """Vouch for a node, so that jobs are given it again; what was held against it does not count any more."""
+    from console import fleets
+    from console.fleet_pages import released_sentence
+
+    answer = with_client(lambda client, s: fleets.release(client, s.task_queue, fleet, node, because))
+    finish(answer, fleet, lambda: released_sentence(answer.fleet, node))
+
+
+@nodes_app.command("pause")
+def nodes_pause(because: Why, fleet: Fleet = "default") -> None:
+    """Have no node of a fleet repaired, reset or rebooted, by nobody, until `nodes resume`. Jobs are given nodes as before."""
+    from console import fleets
+
+    answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, because))
+    finish(answer, fleet, lambda: f"repairs of fleet {fleet} are paused by {answer.fleet.breaker.paused}")
+
+
+@nodes_app.command("resume")
+def nodes_resume(because: Why, fleet: Fleet = "default") -> None:
+    """End a pause and close the breaker of a fleet. Repairs that asked meanwhile are refused; what is still needed asks again."""
+    from console import fleets
+
+    answer = with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, because))
+    finish(answer, fleet, lambda: f"fleet {fleet} gives nodes and has them repaired")
+
+
+@nodes_app.command("apply")
+def nodes_apply(
+    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")] = "", fleet: Fleet = "default"
+) -> None:
+    """Have a fleet read its file again, and print what that changes. The file is the worker's own (RELAUNCH_FLEETS, `up --fleet`), where
+    the worker runs: none of this machine is sent. Without this it is read once a minute."""
+    from console import fleet_pages, fleets
+
+    before, file, answer = with_client(lambda client, s: fleets.apply(client, s.task_queue, fleet, because))
+    lines = fleet_pages.changes(before, file) or [f"fleet {fleet} has the {len(file.nodes)} nodes of its file already"]
+    finish(answer, fleet, lambda: "\n".join([*lines, *fleet_pages.leaving(answer.fleet)]))
+
+
+def check_duration(text: str) -> None:
+    from recovery.spec import parse_duration
+
+    try:
+        value = parse_duration(text)
+    except ValueError as error:
+        raise Mistake(f"--within: {error}") from None
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise Mistake(f"--within: {text!r} is not a duration: write it like 30s, 5m or 1h30m")
+
+
+def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
+    """Say what is now, or that it cannot be seen yet (exit code 1: it was sent, so this is no mistake in what was typed)."""
+    if answer.shown:
+        print(sentence())
+        return
+    from console.fleets import SHOWN_WITHIN
+
+    why = "; ".join(answer.news) or f"see `starter.py nodes show --fleet {fleet}`"
+    say(f"it was sent, and fleet {fleet} does not show it after {SHOWN_WITHIN:g} s: {why}")
+    raise typer.Exit(1)
+
+
+# --- one node by itself: these ask the node, not the fleet
+
+
+@nodes_app.command("declare-dead")
+def declare_dead(node: Node, because: Annotated[str, typer.Option(help="How you know.")]) -> None:
+    """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere."""
+    from console import jobs
+
+    told = with_client(lambda client, _: jobs.declare_dead(client, node, because))
+    print(f"node {node} is dead: told {', '.join(told)}")
+
+
+@nodes_app.command("check")
+def nodes_check(
+    nodes: Annotated[list[str], typer.Argument(metavar="NODE...")], fleet: Fleet = "default", level: Level = 2, as_json: Json = False
+) -> None:
+    """Examine nodes as a job would have it done after a fault. DCGM runs only where no rank does. Exit code 1 unless all are healthy."""
+    from console import nodes as examining
+
+    found = with_client(lambda client, s: examining.check(client, s.task_queue, fleet, tuple(nodes), level))
+    rows = [examining.row(one) for one in found]
+    if as_json:
+        print_json(rows)
+    else:
+        examining.print_nodes(rows, datetime.now(UTC))
+    if any(one["health"] != "HEALTHY" for one in rows):
+        raise typer.Exit(1)
+
+
+@nodes_app.command("answer")
+def nodes_answer(
+    node: Node, decision: Annotated[str, typer.Argument(metavar="approve|deny")], because: Why, fleet: Fleet = "default"
+) -> None:
+    """Approve or deny what the repair of a node asks, whoever ordered it. A job's may also be answered with `starter.py answer JOB`."""
+    from console import nodes
+
+    if decision not in ("approve", "deny"):
+        raise Mistake(f"{decision!r} is no answer, expected approve or deny")
+    with_client(lambda client, _: nodes.answer_for_node(client, fleet, node, decision, because))
+    print(f"{decision}: told the repair of {node}")
+
+
+@nodes_app.command("repair")
+def nodes_repair(
+    node: Node,
+    because: Why,
+    reboot: Annotated[bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")] = False,
+    reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
+    gpu: Annotated[list[str] | None, typer.Option(metavar="BUS_ID", help="Only this GPU.")] = None,
+    fleet: Fleet = "default",
+    level: Level = 2,
+) -> None:
+    """Reset the GPUs of a node, or reboot it, and examine it afterwards. Refused where ranks run. Exit code 1 unless it is healthy then."""
+    from console import nodes
+    from recovery.policy import Strategy
+
+    if reboot == reset_gpus:
+        raise Mistake("what to do is missing, expected one of --reboot and --reset-gpus")
+    strategy = Strategy.REBOOT_NODE if reboot else Strategy.RESET_GPU
+    say(f"{strategy} of {node}: see {nodes.repair_id(fleet, node)} in the web UI")
+    ended = with_client(lambda client, s: nodes.repair(client, s.task_queue, fleet, node, strategy, gpu or (), because, level))
+    print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.because}")
+    if ended.outcome != "done":
+        raise typer.Exit(1)

@@ -1,0 +1,238 @@
+"""What `nodes list` and `nodes show` print: the keys are a promise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from console.fleet_pages import changes, fleet_lines, fleet_notes, fleet_view, leaving, node_lines, quarantined_sentence, released_sentence
+from console.fleet_views import STATES, rows, table_row, tenants
+from recovery.causes import Cause
+from recovery.evidence import Verdict
+from recovery.fleet_model import Applied, Breaker, FleetState, NodeLook, NodeRecord, PermitRequest, Place, Standing, Withdraw
+from recovery.spec import FleetLimits
+from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
+
+KEYS = {"name", "state", "job", "gpus", "health", "because", "by", "history", "findings", "boot_id"}
+HOUR = timedelta(hours=1)
+OUT: dict[str, Any] = {"standing": Standing.QUARANTINED, "because": "flaky NVLink", "by": "grace@ops", "since": T0 - 3 * HOUR}
+SUSPECT: dict[str, Any] = {"standing": Standing.SUSPECT, "because": "Xid 79", "by": "job llama", "since": T0 - HOUR}
+HEALTHY: dict[str, Any] = {"verdict": Verdict.HEALTHY, "verdict_at": T0 - 3 * HOUR, "verdict_because": "nothing was found"}
+UNHEALTHY: dict[str, Any] = {**HEALTHY, "verdict": Verdict.UNHEALTHY, "verdict_because": "Xid 79 on GPU 5"}
+DRAIN = Withdraw("gpu-01", "flaky NVLink", "grace@ops", T0 + 12 * HOUR / 60)
+
+
+def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
+    record = next(record for record in state.nodes if record.name == name)
+    return list(table_row(record, tenants(state).get(name, ()), T0))
+
+
+@pytest.mark.parametrize(
+    ("record", "places", "expected", "because"),
+    [
+        (node(1), (), "free", ""),
+        (node(1), (Place("gpu-01"),), "busy", ""),
+        (living(1, "orphan"), (), "busy", "ranks of orphan live there, by no claim that the fleet knows"),
+        (node(1, **SUSPECT), (), "suspect", "Xid 79 (job llama, 60m ago)"),
+        (node(1, **{**SUSPECT, "standing": Standing.REPAIRING}), (), "repairing", "Xid 79 (job llama, 60m ago)"),
+        (node(1, repair="repair/default/gpu-01/run"), (), "repairing", "repair/default/gpu-01 is under way"),
+        (node(1, repair="repair/default/gpu-01", repair_since=T0), (), "repairing", "repair/default/gpu-01 is under way (0s ago)"),
+        (node(1, **OUT), (), "quarantined", "flaky NVLink (grace@ops, 3h ago)"),
+        (node(1, **OUT), (Place("gpu-01"),), "quarantined", "flaky NVLink (grace@ops, 3h ago)"),
+        (
+            node(1, **OUT, drain=DRAIN),
+            (Place("gpu-01"),),
+            "draining",
+            "flaky NVLink (grace@ops, 3h ago); to be left within 12m",
+        ),
+        (node(1, **OUT, drain=DRAIN), (), "quarantined", "flaky NVLink (grace@ops, 3h ago)"),
+        (silent(1), (), "silent", "connection refused (5m ago)"),
+        (silent(1), (Place("gpu-01"),), "silent", "connection refused (5m ago)"),
+        (
+            silent(1, **OUT),
+            (),
+            "quarantined",
+            "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago): connection refused",
+        ),
+        (node(1, look=None, looked_at=None), (), "silent", "nobody has looked at it yet"),
+        (node(1, look=NodeLook("gpu-01", held="repair (x) works on it")), (), "held", "repair (x) works on it"),
+        (node(1, look=NodeLook("gpu-01", held="check (x) works on it")), (Place("gpu-01"),), "held", "check (x) works on it"),
+    ],
+)
+def test_a_node_is_in_the_state_that_keeps_it_from_others_with_its_reason(
+    record: NodeRecord, places: tuple[Place, ...], expected: str, because: str
+) -> None:
+    state = fleet(record, claims=(claim("llama", *places),) if places else ())
+    found = cells(state)
+    assert (found[1], found[-1]) == (expected, because)
+    assert expected in STATES and rows(state)[0]["state"] == expected
+    assert found[2] == ("llama" if places else "orphan" if record.look and record.look.living else "")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "places", "expected"),
+    [
+        (8, [Place("gpu-01")], "8/8"),
+        (8, [Place("gpu-01", gpus=(0, 1))], "2/8"),
+        (8, [Place("gpu-01", gpus=(0, 1)), Place("gpu-01", gpus=(2,))], "3/8"),
+        (8, [], "0/8"),
+        (0, [Place("gpu-01"), Place("gpu-01")], "-"),
+    ],
+)
+def test_gpus_are_those_in_use_of_those_there_are(gpus: int, places: list[Place], expected: str) -> None:
+    shared = fleet(node(1, spec={"gpus": gpus}), claims=tuple(claim(f"job-{n}", place) for n, place in enumerate(places)))
+    assert cells(shared)[2:4] == [", ".join(f"job-{n}" for n in range(len(places))), expected]
+
+
+def test_ranks_that_live_somewhere_by_no_claim_count_as_having_all_of_it() -> None:
+    assert cells(fleet(living(1, "orphan")))[3] == "8/8"
+    here = fleet(living(1, "llama"), claims=(claim("llama", Place("gpu-01", gpus=(3,))),))
+    assert cells(here)[1:4] == ["busy", "llama", "1/8"], "those of a claim are no second tenant"
+
+
+@pytest.mark.parametrize(
+    ("record", "verdict", "says"),
+    [
+        (node(1), "UNKNOWN", "not examined"),
+        (node(1, marks=(mark(HOUR),)), "UNKNOWN", "not examined"),
+        (node(1, **SUSPECT, marks=(mark(HOUR),)), "UNKNOWN", "suspected"),
+        (node(1, **{**OUT, "by": "relaunch"}), "UNKNOWN", "not proven"),
+        (node(1, **OUT), "UNKNOWN", "not examined"),
+        (node(1, **HEALTHY), "HEALTHY", "HEALTHY 3h ago"),
+        (node(1, **HEALTHY, marks=(mark(4 * HOUR), mark(2 * HOUR, retracted="it followed the job"))), "HEALTHY", "HEALTHY 3h ago"),
+        (node(1, **HEALTHY, marks=(mark(2 * HOUR),)), "UNKNOWN", "not examined since the last fault"),
+        (node(1, **HEALTHY, **SUSPECT), "UNKNOWN", "suspected"),
+        (node(1, **HEALTHY, **OUT), "HEALTHY", "HEALTHY 3h ago"),
+        (node(1, **HEALTHY, **{**OUT, "by": "relaunch"}), "UNKNOWN", "not proven"),
+        (node(1, **UNHEALTHY, **{**OUT, "by": "relaunch"}), "UNHEALTHY", "UNHEALTHY 3h ago"),
+        (node(1, **UNHEALTHY, **SUSPECT), "UNHEALTHY", "UNHEALTHY 3h ago"),
+    ],
+)
+def test_only_an_examination_that_nothing_has_followed_is_health(record: NodeRecord, verdict: str, says: str) -> None:
+    row = rows(fleet(record))[0]
+    assert (row["health"], cells(fleet(record))[4]) == (verdict, says)
+    assert row["health_because"] == (says if verdict == "UNKNOWN" else record.verdict_because)
+    assert row["examined_at"] == ("2026-03-01T09:00:00Z" if record.verdict else None)
+
+
+def test_a_node_is_shown_with_what_its_examination_found() -> None:
+    check = "`starter.py nodes check gpu-01 --fleet default` examines it now"
+    assert f"health      UNHEALTHY 3h ago: Xid 79 on GPU 5; {check}" in node_lines(node(1, **UNHEALTHY), (), "default", T0, None)
+    assert f"health      suspected; {check}" in node_lines(node(1, **HEALTHY, **SUSPECT), (), "default", T0, None)
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ((), ""),
+        ((mark(3 * HOUR),), "1 fault in 24h, the last 3h ago: Xid 79"),
+        ((mark(9 * HOUR), mark(3 * HOUR)), "2 faults in 24h, the last 3h ago: Xid 79"),
+        ((mark(50 * HOUR), mark(3 * HOUR)), "1 fault in 24h (2 in all), the last 3h ago: Xid 79"),
+        ((mark(72 * HOUR),), "1 fault, the last 3d ago: Xid 79"),
+        ((mark(9 * HOUR), mark(3 * HOUR, retracted="it followed the job")), "1 fault in 24h, the last 9h ago: Xid 79"),
+        ((mark(3 * HOUR, retracted="it followed the job"),), "1 fault, retracted, the last 3h ago: Xid 79"),
+        ((mark(3 * HOUR, code="", cause=Cause.HANG),), "1 fault in 24h, the last 3h ago: HANG"),
+    ],
+)
+def test_history_counts_what_still_counts(marks: tuple[Any, ...], expected: str) -> None:
+    assert cells(fleet(node(1, marks=marks)))[5] == expected
+
+
+def test_list_has_the_promised_keys_and_is_json() -> None:
+    state = fleet(node(1, **SUSPECT, marks=(mark(HOUR, gpus=("0000:3b:00.0",)),)), node(2), claims=(claim("llama", Place("gpu-02")),))
+    one, two = json.loads(json.dumps(rows(state)))
+    assert one.keys() >= KEYS
+    assert (one["name"], one["job"], one["gpus"], one["by"], one["since"]) == ("gpu-01", None, 8, "job llama", "2026-03-01T11:00:00Z")
+    assert one["history"][0].items() >= {"at": "2026-03-01T11:00:00Z", "what": "fault", "because": "GPU 5 fell off the bus"}.items()
+    assert one["findings"] == [{"code": "Xid 79", "role": "root", "gpu": "0000:3b:00.0", "because": "GPU 5 fell off the bus"}]
+    assert (two["state"], two["job"], two["jobs"], two["gpus_used"], two["by"]) == ("busy", "llama", ["llama"], 8, None)
+
+
+def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
+    assert fleet_notes(fleet(node(1)), T0) == []
+    request = PermitRequest("repair/default/gpu-01", "run", 1, "gpu-01", "reboot", "Xid 79", T0)
+    state = fleet(
+        node(1),
+        breaker=Breaker(because="3 of 8 nodes are out, nodes_out allows 2", since=T0 - HOUR, paused="grace@ops: maintenance"),
+        claims=(claim("llama", nodes=4, said="2 of 4 nodes: gpu-03 is quarantined"), claim("gone", nodes=2, closed=True)),
+        requests=(request,),
+        awaited=("mixtral",),
+    )
+    assert fleet_notes(state, T0) == [
+        "the breaker is open since 2026-03-01T11:00:00Z (60m ago), so nothing is granted or repaired:"
+        " 3 of 8 nodes are out, nodes_out allows 2; `starter.py nodes resume --fleet default --because …`",
+        "repairs are paused by grace@ops: maintenance; `starter.py nodes resume --fleet default --because …`",
+        "the fleet was started anew and asks what they hold: mixtral",
+        "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago): 2 of 4 nodes: gpu-03 is quarantined",
+        "repair/default/gpu-01 waits for a permit to reboot gpu-01: Xid 79",
+    ]
+    view = json.loads(json.dumps(fleet_view(state)))
+    assert (view["breaker"]["open"], view["waiting"][0]["job"], view["nodes"]["free"]) == (True, "llama", 1)
+    assert fleet_lines(state, T0)[0] == "fleet       default: 1 node, 1 free"
+
+
+def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
+    record = living(
+        1,
+        "llama",
+        **OUT,
+        drain=DRAIN,
+        repair="repair/default/gpu-01/run-1",
+        marks=(mark(HOUR, retracted="the fault followed job llama to gpu-02"), mark(HOUR / 2)),
+        spec={"spare": True},
+    )
+    state = fleet(record, claims=(claim("llama", Place("gpu-01", gpus=(0, 1))),))
+    here = tenants(state)["gpu-01"]
+    assert node_lines(record, here, "default", T0, "http://127.0.0.1:8233/namespaces/default/workflows") == [
+        "node        gpu-01 of fleet default (10.0.0.1, 8 GPUs, spare)",
+        "state       draining by grace@ops since 2026-03-01T09:00:00Z (3h ago): flaky NVLink",
+        "health      not examined; `starter.py nodes check gpu-01 --fleet default` examines it now",
+        "look        0s ago: it answered, boot id boot 1",
+        "living      job llama, submission 7, generation 2",
+        "has it      job llama, submission 7: GPU 0, 1",
+        "drain       to be left by 2026-03-01T12:12:00Z, asked by grace@ops: flaky NVLink",
+        "repair      repair/default/gpu-01: http://127.0.0.1:8233/namespaces/default/workflows/repair%2Fdefault%2Fgpu-01/run-1",
+        "fault       2026-03-01T11:00:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus"
+        " [does not count: the fault followed job llama to gpu-02]",
+        "fault       2026-03-01T11:30:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus",
+    ]
+    ordered = node_lines(replace(record, repair="repair/default/gpu-01"), here, "default", T0, None)
+    assert "repair      repair/default/gpu-01, which is ordered and has not begun" in ordered
+    assert "repair      repair/default/gpu-01 in the web UI, run run-1" in node_lines(record, here, "default", T0, None)
+    assert "look        0s ago: no answer since 2026-03-01T11:55:00Z (5m ago): connection refused" in node_lines(
+        silent(2), (), "default", T0, None
+    )
+
+
+def test_what_a_file_changes_is_named_node_by_node() -> None:
+    leaving_node = node(3, standing=Standing.QUARANTINED, by="fleet file", because="it is no longer in the fleet file", gone=True)
+    state = fleet(node(1), node(2), leaving_node, claims=(claim("llama", Place("gpu-03")),))
+    same = Applied(state.repairs, (node(1).spec, node(2).spec), state.limits)
+    assert changes(state, same) == []
+    other = Applied("act", (node(1, spec={"gpus": 4}).spec, node(4).spec), FleetLimits(nodes_out=3, replacement_wait=timedelta(minutes=5)))
+    assert changes(state, other) == [
+        "new: gpu-04",
+        "gone: gpu-02",
+        "changed: gpu-01: gpus 8, now 4",
+        "changed: repairs: ask, now act",
+        "changed: limits: nodes_out 25%, now 3, replacement_wait 10m, now 5m",
+    ]
+    assert changes(state, replace(same, nodes=(*same.nodes, node(3).spec))) == ["new: gpu-03"], "it came back before everybody had left it"
+    assert leaving(state) == ["gpu-03 stays until it is free: llama is on it"]
+
+
+def test_what_was_said_is_answered_with_what_is_now() -> None:
+    held = (claim("llama", Place("gpu-01")),)
+    begin, end = "node gpu-01 is quarantined: flaky NVLink;", "is given it before `starter.py nodes release gpu-01`"
+    nobody = f"{begin} nobody has it, and nobody {end}"
+    stays = f"{begin} llama may go on there, and nobody else {end}"
+    leaves = f"{begin} llama has to leave it by 2026-03-01T12:12:00Z, and nobody else {end}"
+    assert quarantined_sentence(fleet(node(1, **OUT)), "gpu-01") == nobody
+    assert quarantined_sentence(fleet(node(1, **OUT), claims=held), "gpu-01") == stays
+    assert quarantined_sentence(fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01") == leaves
+    assert released_sentence(fleet(node(1)), "gpu-01") == "node gpu-01 is in service: jobs may be given it"
+    assert released_sentence(fleet(silent(1)), "gpu-01") == "node gpu-01 is in service: jobs may be given it, but it does not answer"

@@ -1,0 +1,156 @@
+"""`starter.py nodes …` as people type it: real processes, a real server, a fleet workflow that only remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from temporalio.client import WorkflowExecutionStatus
+from temporalio.service import RPCError
+from temporalio.testing import WorkflowEnvironment
+from temporalio.worker import Worker
+
+from connection import data_converter
+from console import fleets, nodes
+from console.service import find_server
+from recovery.fleet_model import FleetState
+from settings import Mistake
+from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
+from tests.console.test_command_line import Done, Place, one_sentence
+from workflows.messages import TASK_QUEUE
+
+pytestmark = pytest.mark.timeout(180)  # ten command lines side by side are a minute on two busy cores
+
+
+@pytest.fixture
+async def bare(tmp_path: Path) -> AsyncIterator[Place]:
+    environment = await WorkflowEnvironment.start_local(
+        dev_server_existing_path=str(find_server()), dev_server_log_level="error", data_converter=data_converter()
+    )
+    async with environment:
+        yield Place(environment.client, environment.client.service_client.config.target_host, tmp_path)
+
+
+@pytest.fixture
+async def place(bare: Place) -> AsyncIterator[Place]:
+    async with Worker(bare.client, task_queue=TASK_QUEUE, workflows=[FakeFleet, FakeRepair], activities=[read_fleet]):
+        yield bare
+
+
+def said(done: Done) -> str:
+    assert (done.code, done.err) == (0, ""), done
+    return done.out.strip()
+
+
+async def notices(place: Place) -> list[str]:
+    state = await place.client.get_workflow_handle("fleet/default").query("state", result_type=FleetState)
+    return list(state.notices)
+
+
+async def begun(place: Place, fleet: str) -> bool:
+    try:
+        described = await place.client.get_workflow_handle(f"fleet/{fleet}").describe()
+    except RPCError:
+        return False
+    return described.status is WorkflowExecutionStatus.RUNNING
+
+
+async def test_whoever_lists_a_fleet_first_begins_it_and_one_that_was_terminated_is_begun_anew(place: Place) -> None:
+    listed = json.loads(said(await place.starter("nodes", "list", "--json")))
+    assert [(one["name"], one["state"], one["job"]) for one in listed] == [
+        ("gpu-01", "free", None),
+        ("gpu-02", "busy", "llama"),
+        ("gpu-03", "free", None),
+    ]
+    assert [line.split()[:2] for line in said(await place.starter("nodes", "list")).splitlines()] == [
+        ["NODE", "STATE"],
+        ["gpu-01", "free"],
+        ["gpu-02", "busy"],
+        ["gpu-03", "free"],
+    ]
+    await place.client.get_workflow_handle("fleet/default").terminate("by mistake")
+    assert (await fleets.read(place.client, TASK_QUEUE, "default")).name == "default"
+    assert await begun(place, "default")
+
+
+async def test_a_node_is_quarantined_and_released_and_each_says_what_is_now(place: Place) -> None:
+    answer = said(await place.starter("nodes", "quarantine", "gpu-01", "--because", "flaky NVLink"))
+    assert answer.startswith("node gpu-01 is quarantined: flaky NVLink; nobody has it")
+    shown = json.loads(said(await place.starter("nodes", "show", "gpu-01", "--json")))
+    assert (shown["state"], shown["because"], "@" in shown["by"]) == ("quarantined", "flaky NVLink", True)
+    drained = said(await place.starter("nodes", "quarantine", "gpu-02", "--because", "new riser", "--drain", "--within", "30m"))
+    assert "llama has to leave it by" in drained
+    assert "('within', '30m')" in (await notices(place))[-1]
+    assert said(await place.starter("nodes", "list")).splitlines()[2].split()[1] == "draining"
+    assert "gpu-01 is in service" in said(await place.starter("nodes", "release", "gpu-01", "--because", "reseated"))
+    assert "state       draining by " in said(await place.starter("nodes", "show", "gpu-02"))
+
+
+async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(place: Place) -> None:
+    paused = said(await place.starter("nodes", "pause", "--because", "maintenance"))
+    assert paused.startswith("repairs of fleet default are paused by ") and paused.endswith(": maintenance")
+    assert "note        repairs are paused since " in said(await place.starter("nodes", "show"))
+    assert json.loads(said(await place.starter("nodes", "show", "--json")))["breaker"]["paused"].endswith("maintenance")
+    assert said(await place.starter("nodes", "resume", "--because", "done")) == "fleet default gives nodes and has them repaired"
+    applied = said(await place.starter("nodes", "apply"))
+    assert applied.splitlines() == ["new: gpu-04", "gone: gpu-03", "changed: limits: repairs_at_once 2, now 3"]
+    assert said(await place.starter("nodes", "apply")) == "fleet default has the 3 nodes of its file already"
+
+
+async def test_the_question_of_a_repair_that_no_job_waits_for_is_answered_by_its_node(place: Place) -> None:
+    repair = await place.client.start_workflow("NodeRepair", id="repair/default/gpu-01", task_queue=TASK_QUEUE, result_type=str)
+    one_sentence(
+        await place.starter("nodes", "answer", "gpu-01", "approve", "--because", DEAF),
+        "node gpu-01: repair/default/gpu-01: nothing is asked: the node is looked at",
+    )
+    one_sentence(
+        await place.starter("nodes", "answer", "gpu-01", "maybe", "--because", "x"), "'maybe' is no answer, expected approve or deny"
+    )
+    assert said(await place.starter("nodes", "answer", "gpu-01", "deny", "--because", "it is mine")) == "deny: told the repair of gpu-01"
+    assert await repair.result() == "deny: it is mine"
+    for node in ("gpu-01", "gpu-02"):
+        one_sentence(
+            await place.starter("nodes", "answer", node, "deny", "--because", "x"), f"node {node}: there is no repair repair/default/{node}"
+        )
+
+
+UNUSABLE = (
+    (("quarantine", "gpu-1", "--because", "x"), "node 'gpu-1' is not in fleet default: expected one of gpu-01, gpu-0"),
+    (("release", "gpu-99", "--because", "x"), "node 'gpu-99' is not in fleet default: expected one of gpu-0"),
+    (("show", "web"), "node 'web' is not in fleet default: expected one of gpu-01, gpu-02, gpu-03"),
+    (("show", "a/b"), "'a/b' is not a name"),
+    (("list", "--fleet", "defualt"), "fleet 'defualt' is not served by this worker: expected default"),
+    (("pause", "--fleet", "defualt", "--because", "x"), "fleet 'defualt' is not served"),
+    (("apply", "--fleet", "a/b"), "'a/b' is not a name"),
+    (("quarantine", "gpu-01", "--because", "x", "--within", "5m"), "--within 5m is how long a drain may take: expected --drain with it"),
+    (("quarantine", "gpu-01", "--because", "x", "--drain", "--within", "5"), "--within: '5' is not a duration: write it like 30s"),
+    (("quarantine", "gpu-01", "--because", "x", "--drain", "--within", "0s"), "--within: '0s' is not a duration"),
+)
+
+
+async def test_what_is_unknown_is_one_sentence_and_nothing_is_sent(place: Place) -> None:
+    for done, (_, expected) in zip(await asyncio.gather(*(place.starter("nodes", *words) for words, _ in UNUSABLE)), UNUSABLE, strict=True):
+        one_sentence(done, expected)
+    assert not await begun(place, "defualt")
+    assert await notices(place) == []
+
+
+async def test_what_the_fleet_does_not_take_is_said_with_what_it_noted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "SHOWN_WITHIN", 0.5)
+    answer = await fleets.quarantine(place.client, TASK_QUEUE, "default", "gpu-01", DEAF, drain=False, within=None)
+    assert (answer.shown, len(answer.news), DEAF in answer.news[0]) == (False, 1, True)
+
+
+async def test_where_no_worker_answers_that_is_said_in_one_sentence(bare: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_sentence(await bare.starter("nodes", "list"), "no worker answers for fleet default: start one")
+    assert not await begun(bare, "default"), "nobody could say whether there is such a fleet"
+    async with Worker(bare.client, task_queue=TASK_QUEUE, workflows=[FakeFleet], activities=[read_fleet]):
+        await fleets.read(bare.client, TASK_QUEUE, "default")
+    await bare.client.start_workflow("NodeRepair", id="repair/default/gpu-01", task_queue=TASK_QUEUE)
+    with pytest.raises(Mistake, match="node gpu-01: repair/default/gpu-01: no worker answers"):
+        await nodes.answer_for_node(bare.client, "default", "gpu-01", "deny", "x")
+    with pytest.raises(Mistake, match="no worker answers for fleet default"):
+        await fleets.quarantine(bare.client, TASK_QUEUE, "default", "gpu-01", "x", drain=False, within=None)

@@ -1,0 +1,157 @@
+"""A fleet and its jobs for real: who waits, who is given what, and what people say about nodes, by the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from console import fleet_views, fleets, jobs
+from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
+from tests.e2e.test_nodes import starter
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    # With a GPU, because nodes without are shared by whoever comes.
+    async with World(tmp_path_factory.mktemp("e2e") / "world", 118, gpus=1) as made:
+        yield made
+
+
+async def nodes(world: World, *words: str) -> str:
+    status, text = await starter(world, "nodes", *words, "--fleet", FLEET)
+    assert status == 0, text
+    return text
+
+
+async def rows(world: World) -> dict[str, dict[str, Any]]:
+    """As `nodes list --json` prints them; it is a process each time."""
+    return {one["name"]: one for one in fleet_views.rows(await fleets.read(world.client, QUEUE, FLEET))}
+
+
+async def until(world: World, patience: float = 60.0, **expected: tuple[str, str | None]) -> dict[str, dict[str, Any]]:
+    """Wait until nodes are in these states, with these jobs."""
+
+    async def seen() -> dict[str, dict[str, Any]] | None:
+        found = await rows(world)
+        return found if all((found[name]["state"], found[name]["job"]) == what for name, what in expected.items()) else None
+
+    return await eventually(seen, f"the nodes are not {expected}", patience, pause=0.5)
+
+
+async def end(world: World, job: Job) -> None:
+    """Have a job give back what it has, unlike `tidy`, which terminates it."""
+    await jobs.cancel(world.client, job.name, "the test is over")
+    await job.until_phase("CANCELLED")
+    await until(world, **dict.fromkeys(world.names, ("free", None)))
+    await world.tidy(job)
+
+
+async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(world: World) -> None:
+    async def begun() -> bool:
+        return (await starter(world, "nodes", "list", "--fleet", FLEET))[0] == 0
+
+    await eventually(begun, "whoever lists a fleet first does not begin it, or its worker does not start")
+    assert {one["name"] for one in json.loads(await nodes(world, "list", "--json"))} == set(world.names)
+    told = await nodes(world, "quarantine", "n1", "--because", "flaky NVLink")
+    assert told.startswith("node n1 is quarantined: flaky NVLink; nobody has it")
+    job = await world.submit()
+
+    async def waits() -> bool:
+        because = (await job.state()).because
+        return "n1" in because and "quarantined" in because
+
+    await eventually(waits, "the job does not say what it waits for")
+    status, shown = await starter(world, "show", job.name, "--json")
+    assert (status, "flaky NVLink" in json.loads(shown)["because"] or "n1" in json.loads(shown)["because"]) == (0, True)
+    listed = await nodes(world, "list")
+    assert f"{job.name} waits for 2 nodes" in listed
+    assert job.starts() == [] and job.rank_pids() == []
+    assert (await rows(world))["n1"].items() >= {"state": "quarantined", "because": "flaky NVLink", "job": None}.items()
+    assert "n1 is in service" in await nodes(world, "release", "n1", "--because", "reseated")
+    await job.until_phase("RUNNING", generation=1)
+    assert sorted(slot.node for slot in (await job.state()).slots) == ["n1", "n2"], "spares are for jobs that have run"
+    await until(world, n1=("busy", job.name), n2=("busy", job.name), n3=("free", None))
+    await end(world, job)
+
+
+async def test_a_drained_node_is_left_for_a_spare_and_nobody_is_given_it(world: World) -> None:
+    job = await world.submit()
+    await job.until_phase("RUNNING", generation=1)
+    await job.until_steps()
+    told = await nodes(world, "quarantine", "n2", "--because", "new riser", "--drain", "--within", "2s")
+    assert f"{job.name} has to leave it by " in told or "nobody has it" in told
+    await job.until_phase("RUNNING", generation=2)
+    assert "n2" not in {slot.node for slot in (await job.state()).slots}
+    found = await until(world, n1=("busy", job.name), n2=("quarantined", None))
+    assert found["n2"]["because"] == "new riser"
+    assert job.rank_pids("n2") == []
+    await nodes(world, "release", "n2", "--because", "it has one")
+    await end(world, job)
+
+
+async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_it_gives_anything(world: World) -> None:
+    job = await world.submit()
+    await job.until_phase("RUNNING", generation=1)
+    await world.client.get_workflow_handle(f"fleet/{FLEET}").terminate("by mistake")
+    second = await world.submit()
+
+    async def knows() -> bool:
+        here = fleet_views.tenants(await fleets.read(world.client, QUEUE, FLEET)).get("n1", ())
+        return [(one.job, one.place is not None) for one in here] == [(job.name, True)]
+
+    await eventually(knows, "the job has not said what it holds", pause=0.5)
+    assert json.loads(await nodes(world, "show", "n1", "--json"))["tenants"][0]["claimed"]
+    await job.until_steps()
+    assert (await job.phase())[1] == 1
+    assert second.starts() == []
+    await jobs.cancel(world.client, job.name, "the test is over")
+    await second.until_phase("RUNNING", generation=1)
+    await end(world, second)
+    await world.tidy(job)
+
+
+async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanwhile(world: World) -> None:
+    assert "repairs of fleet chaos are paused by " in await nodes(world, "pause", "--because", "maintenance")
+    job = await world.submit()
+    await job.until_phase("RUNNING", generation=1)
+    assert "repairs are paused since " in await nodes(world, "list")
+    assert await nodes(world, "resume", "--because", "done") == "fleet chaos gives nodes and has them repaired\n"
+    assert "paused" not in await nodes(world, "list")
+    await end(world, job)
+
+
+async def test_a_node_that_is_new_in_the_file_is_there_once_it_was_applied(world: World) -> None:
+    file = world.folder / "chaos.yaml"
+    before = file.read_text()
+    world.node("n5").mkdir(parents=True, mode=0o700)
+    file.write_text(f"{before}  - {{name: n5, address: {world.address('n5')}, gpus: 1}}\n")
+    assert await nodes(world, "apply", "--because", "a new machine") == "new: n5\n"
+    await until(world, n5=("free", None))
+    assert await nodes(world, "apply") == "fleet chaos has the 5 nodes of its file already\n"
+    file.write_text(before)
+    assert await nodes(world, "apply") == "gone: n5\n"
+    assert set(await rows(world)) == set(world.names)
+
+
+async def test_what_is_unknown_changes_nothing(world: World) -> None:
+    status, text = await starter(world, "nodes", "quarantine", "n9", "--because", "x", "--fleet", FLEET)
+    assert (status, "node 'n9' is not in fleet chaos: expected one of n1" in text) == (2, True), text
+    status, text = await starter(world, "nodes", "list", "--fleet", "chaso")
+    assert (status, "fleet 'chaso' is not known to this worker, it serves chaos" in text) == (2, True), text
+
+
+async def test_what_a_terminated_job_leaves_is_stopped_and_given_back(world: World) -> None:
+    job = await world.submit()
+    await job.until_phase("RUNNING", generation=1)
+    await until(world, n1=("busy", job.name), n2=("busy", job.name))
+    await jobs.handle_of(world.client, job.name).terminate("by mistake")
+    await nodes(world, "apply")  # it looks then, and not only once a minute
+    await until(world, n1=("free", None), n2=("free", None))
+    assert job.rank_pids() == []
+    await world.tidy(job)
