@@ -1,6 +1,6 @@
 # setup demo test lint types bench chaos: nothing else to remember.
 PY := .venv/bin/python
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: setup demo test lint types bench chaos lock
 

@@ -19,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from temporalio.api.enums.v1 import EventType
@@ -45,6 +47,12 @@ All thousand submitted in one second is another question, and its answer is no: 
 their launch and their watch, were fenced, and started again.
 """
 PATIENCE = 1200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    address: str
+    pid: int
 
 
 def fleet(number: int) -> FleetSpec:
@@ -152,29 +160,35 @@ async def drive(address: str, jobs: int, worker: int, server: int, state: Path) 
     }
 
 
+@contextmanager
+def server_for(state: Path, database: Path | None = None) -> Iterator[Server]:
+    """A server of its own, with its database in memory or in a file that is synced as under `up`."""
+    port, ui = choose_port("--port", 0), choose_port("--ui-port", 0)
+    options = [word for pair in SERVER_OPTIONS if database or "--sqlite-pragma" not in pair for word in pair]
+    ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
+    file = ["--db-filename", str(database)] if database else []
+    command = [str(find_server()), "server", "start-dev", *ports, *file, "--log-level", "error", *options]
+    with (state / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        asyncio.run(_up(f"{HOST}:{port}", state))
+        yield Server(f"{HOST}:{port}", server.pid)
+    finally:
+        server.kill()
+        server.wait()
+
+
 def measure_many(jobs: int, on_disk: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="relaunch-many-") as folder:
         state = Path(folder)
-        port, ui = choose_port("--port", 0), choose_port("--ui-port", 0)
-        options = [word for pair in SERVER_OPTIONS if on_disk or "--sqlite-pragma" not in pair for word in pair]
-        ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
-        database = ["--db-filename", str(state / "temporal.db")] if on_disk else []
-        command = [str(find_server()), "server", "start-dev", *ports, *database, "--log-level", "error", *options]
-        address = f"{HOST}:{port}"
-        with (state / "server.log").open("wb") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log)
-        worker = None
-        try:
-            asyncio.run(_up(address, state))
-            with (state / "worker.log").open("wb") as log:
-                words = [sys.executable, "-m", "benchmarks.many", "--jobs", str(jobs), "--work", address, "--state", str(state)]
-                worker = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
-            return asyncio.run(drive(address, jobs, worker.pid, server.pid, state))
-        finally:
-            for process in (worker, server):
-                if process is not None:
-                    process.kill()
-                    process.wait()
+        with server_for(state, state / "temporal.db" if on_disk else None) as server, (state / "worker.log").open("wb") as log:
+            words = [sys.executable, "-m", "benchmarks.many", "--jobs", str(jobs), "--work", server.address, "--state", str(state)]
+            worker = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+            try:
+                return asyncio.run(drive(server.address, jobs, worker.pid, server.pid, state))
+            finally:
+                worker.kill()
+                worker.wait()
 
 
 async def _up(address: str, state: Path) -> None:

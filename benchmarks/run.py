@@ -26,6 +26,7 @@ if __package__ is None or __package__ == "":
 from benchmarks.contenders import Contender, measure_recovery, measure_start
 from benchmarks.decisions import measure_decisions
 from benchmarks.events import measure_events
+from benchmarks.fleet import measure_fleet
 from benchmarks.floor import Floor
 from benchmarks.idle import MARK, measure_idle
 from benchmarks.many import measure_many
@@ -87,6 +88,7 @@ def main() -> int:
     events = [dataclasses.asdict(asyncio.run(measure_events(nodes))) for nodes in (2, 200)]
     decisions = measure_decisions(2048)
     many = measure_many(arguments.jobs, on_disk=False) if arguments.jobs else None
+    fleet = measure_fleet(50, 200, 60)
     report = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(), "load": os.getloadavg()},
@@ -96,6 +98,7 @@ def main() -> int:
         "events_per_recovery": events,
         "decisions": decisions,
         "many_jobs": many,
+        "fleet": fleet,
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print("| 4 ranks on one machine | SIGKILL of a rank → all 4 run again, ms | command → all 4 run, s | idle CPU | idle memory |")
@@ -112,6 +115,11 @@ def main() -> int:
         tasks = f"{many['workflow_tasks_failed']} failed and {many['workflow_tasks_timed_out']} timed-out workflow tasks"
         print(f"{many['jobs']} jobs, a fault each, all recovered after {many['all_recovered_after_s']} s: {tasks}")
         print(f"the worker held {many['worker_peak_mib']} MiB, the server {many['server_peak_mib']} MiB")
+    print(
+        f"{fleet['jobs']} jobs on {fleet['nodes']} nodes, a fault a second for {fleet['faults']} s: a replacement granted after "
+        f"{fleet['replacement_ms_median']} ms (worst {fleet['replacement_ms_worst']}), {fleet['fleet_signals']} signals to the fleet, "
+        f"{fleet['two_jobs_on_one_node']} times two jobs on one node"
+    )
     return 0
 
 
