@@ -1,8 +1,8 @@
-# setup demo test lint types bench chaos: nothing else to remember.
+# setup demo test lint types long bench chaos: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 3
 
-.PHONY: setup demo test lint types bench chaos lock
+.PHONY: setup demo test lint types long bench chaos lock
 
 setup: .venv/.installed
 
@@ -26,7 +26,10 @@ demo: setup
 	$(PY) examples/demo.py
 
 test: lint types
-	$(PY) -m pytest -n $(WORKERS) --cov
+	$(PY) -m pytest -n $(WORKERS) --cov -m "not long"
+
+long: setup
+	$(PY) -m pytest -n $(WORKERS) -m long --timeout 600
 
 lint: setup
 	.venv/bin/ruff check .

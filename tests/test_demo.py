@@ -52,7 +52,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)
 def test_three_faults_change_no_bit_of_the_result_and_nothing_is_left(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
@@ -79,7 +78,6 @@ def test_three_faults_change_no_bit_of_the_result_and_nothing_is_left(
     assert (left_of(tmp_path), list(tmp_path.glob("relaunch-demo-*"))) == ([], [])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(PATIENCE)
 def test_ctrl_c_on_a_terminal_ends_everything(tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]) -> None:
     ours, theirs = pty.openpty()

@@ -151,6 +151,7 @@ def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line
     assert [name for name in found if name in HEAVY] == []
 
 
+@pytest.mark.long
 def test_each_module_of_ours_can_be_imported_by_itself() -> None:
     program = """
 import os, sys, importlib

@@ -21,7 +21,6 @@ CELLS = (
 WORLDS = 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_kill_9_and_cuts_of_a_running_job_lose_nothing_double_nothing_and_spend_what_they_should(tmp_path: Path) -> None:
     order, tally = random.Random(SEED), Tally()

@@ -84,6 +84,7 @@ async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str)
     assert first.log_tail
 
 
+@pytest.mark.long
 def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> None:
     job = _started()
     largest = 0
@@ -98,6 +99,7 @@ def test_the_state_of_2048_nodes_stays_below_512_KiB_after_500_incidents() -> No
     assert largest <= 512 * KIB
 
 
+@pytest.mark.long
 def test_what_a_run_hands_on_with_every_node_lost_stays_below_what_a_payload_may_be() -> None:
     job = _started()
     for slot in job.slots:
@@ -183,7 +185,7 @@ def recovery_events(history: WorkflowHistory) -> list[str]:
     return [EventType.Name(e.event_type).removeprefix("EVENT_TYPE_") for e in events if first <= e.event_id <= end]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 async def test_2048_nodes_of_8_ranks_fail_at_once_and_recover(make_rig: MakeRig) -> None:
     script = Script(

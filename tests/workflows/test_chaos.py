@@ -17,7 +17,7 @@ PER_SERVER = 5
 """Seeds in one test: one each would only add names."""
 
 
-@pytest.mark.parametrize("first", range(0, 25, PER_SERVER))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(PER_SERVER, 25, PER_SERVER))])
 async def test_every_job_ends_each_generation_is_launched_once_and_the_faults_are_counted(make_rig: MakeRig, first: int) -> None:
     for seed in range(first, first + PER_SERVER):
         await _one(make_rig, seed)
