@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
@@ -115,6 +115,7 @@ class FleetActivities:
     async def last_state(self, fleet: str) -> Remembered:
         """What the fleet knew before this run of it began; nothing where there was none, or nobody can say it any more."""
         known: list[FleetState] = []
+        lost = ""
         try:
             async with asyncio.timeout(REMEMBER_WITHIN.total_seconds()):
                 for run in await self._runs_before(fleet):
@@ -124,8 +125,10 @@ class FleetActivities:
                     if state.remembered:
                         break
         except (RPCError, WorkflowQueryFailedError, WorkflowQueryRejectedError, ValidationError, LookupError, TimeoutError) as error:
-            activity.logger.warning("fleet %s: what a run before this one knew is not to be had: %s", fleet, error or "no answer")
-        return memory(*known) if known else Remembered()
+            lost = str(error.args[0] if isinstance(error, LookupError) else error) or "no answer"
+            activity.logger.warning("fleet %s: what a run before this one knew is not to be had: %s", fleet, lost)
+        found = memory(*known) if known else Remembered()
+        return replace(found, lost=lost)
 
     async def _runs_before(self, fleet: str) -> list[WorkflowExecution]:
         """Runs of the fleet that have ended, newest first."""

@@ -3,8 +3,9 @@
     python -m benchmarks.many [--jobs 1000] [--on-disk] [--output FILE]
 
 The server is the real one, with its database in memory: the worker is measured, not how often a disk can be synced. With `--on-disk`
-it writes as under `up`. Nodes are simulated, two for each job, and reboot when the worker process gets SIGUSR1. What is told:
-how long everybody needs, failed workflow tasks (there should be none), and the most memory that worker and server ever held.
+it writes as under `up`. Nodes are simulated and of one fleet, two for each job; one of each job reboots when the worker process gets
+SIGUSR1. What is told: how long everybody needs, failed workflow tasks (there should be none), and the most memory that worker and
+server ever held.
 """
 
 from __future__ import annotations
@@ -55,29 +56,32 @@ class Server:
     pid: int
 
 
-def fleet(number: int) -> FleetSpec:
-    nodes = [{"name": f"n{number}-{i}", "address": f"10.{number >> 8}.{number & 255}.{i}"} for i in (1, 2)]
-    return FleetSpec.model_validate({"name": f"f{number}", "backend": "simulated", "nodes": nodes})
+FLEET = "pool"
+
+
+def fleet(jobs: int) -> FleetSpec:
+    nodes = [{"name": f"n{i}", "address": f"10.0.{i >> 8}.{i & 255}", "gpus": 8} for i in range(1, 2 * jobs + 1)]
+    return FleetSpec.model_validate({"name": FLEET, "backend": "simulated", "nodes": nodes})
 
 
 async def work(address: str, jobs: int, state: Path) -> None:
-    """Be the worker, until SIGTERM. SIGUSR1 reboots the second node of every job."""
-    specs = {spec.name: spec for spec in map(fleet, range(jobs))}
+    """Be the worker, until SIGTERM. SIGUSR1 reboots a node of every job."""
+    spec = fleet(jobs)
     script = Script(
         happenings=(Progress(generation=1, steps=((0.0, 1),), hangs=True), Progress(generation=2, steps=((0.0, 2),))), then="succeed"
     )
-    backends = {name: SimulatedBackend(spec, script) for name, spec in specs.items()}
+    backend = SimulatedBackend(spec, script)
 
     def reboot() -> None:
-        for name, backend in backends.items():
-            backend.lose_power(f"n{name[1:]}-2")
+        for node in {life.token.job: life.node for life in backend.lives if life.kind == "started"}.values():
+            backend.lose_power(node)
 
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, reboot)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     client = await connect(state, address)
-    async with make_worker(client, Settings(state=state, jobs=2 * jobs), WorkerFleets(dict(specs), dict(backends))):
+    async with make_worker(client, Settings(state=state, jobs=2 * jobs), WorkerFleets({FLEET: spec}, {FLEET: backend})):
         await ended.wait()
 
 
@@ -111,7 +115,7 @@ async def drive(address: str, jobs: int, worker: int, server: int, state: Path) 
     handles: list[WorkflowHandle[TrainingJob, JobResult]] = []
 
     async def start(number: int) -> None:
-        spec = JobSpec.model_validate({"name": f"j{number}", "command": ["train"], "nodes": 2, "fleet": f"f{number}"})
+        spec = JobSpec.model_validate({"name": f"j{number}", "command": ["train"], "nodes": 2, "gpus_per_node": 8, "fleet": FLEET})
         argument = TrainingJobInput(spec=spec, policy=policy)
         handle = await client.start_workflow(
             TrainingJob.run, argument, id=f"job/{spec.name}", task_queue="relaunch", task_timeout=TASK_TIMEOUT

@@ -73,6 +73,8 @@ def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState
     if state.remembered or not state.nodes:
         return state
     state = _taken_over(state, fact)
+    if fact.lost:
+        state = noticed(state, f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}", now)
     if not state.breaker.is_open:
         # So many were out before, and nobody was stopped by it, or a person knew of it.
         out = sum(is_out(node) and not node.gone for node in state.nodes)

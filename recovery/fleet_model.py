@@ -384,6 +384,8 @@ class Remembered:
 
     nodes: tuple[NodeRecord, ...] = ()
     breaker: Breaker = Breaker()
+    lost: str = ""
+    """Why some of it, or all, is not to be had any more."""
     kind: Literal["Remembered"] = "Remembered"
 
 

@@ -115,7 +115,7 @@ async def test_S1_5_on_a_node_that_is_healthy_the_job_fails_and_nothing_is_reboo
     await world.tidy(job)
 
 
-@pytest.mark.parametrize("moment", ["while it is examined", "while it reboots"])
+@pytest.mark.parametrize("moment", [pytest.param("while it is examined", marks=pytest.mark.long), "while it reboots"])
 async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(world: World, moment: str) -> None:
     job, node = await broken(world)
     known = len(reboots(world, node))

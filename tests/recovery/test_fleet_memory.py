@@ -213,3 +213,9 @@ def test_the_memory_counts_once() -> None:
     once = desk.state
     assert learn(once, before(QuarantineAsked("n2", "a fan", "grace")), desk.now) == once
     assert memory(once).nodes[0] == NodeRecord(desk.specs[0], Standing.QUARANTINED, "a fan", "grace", T0, drain=once.nodes[0].drain)
+
+
+def test_what_is_lost_of_the_run_before_is_said_to_people() -> None:
+    state = anew(Remembered(lost="its workers are gone")).state
+    assert state.remembered and len(state.notices) == 1
+    assert state.notices[0].endswith("is not to be had, and has to be said again: its workers are gone")
