@@ -10,7 +10,7 @@ from urllib.parse import quote
 from console.fleet_views import STATES, Tenant, count, health, health_text, iso, node_state, reason, repair_ids, rows, since_text, tenants
 from console.views import age, names
 from recovery.evidence import Verdict
-from recovery.fleet_model import Applied, ClaimRecord, FleetState, Mark, NodeRecord
+from recovery.fleet.model import Applied, ClaimRecord, FleetState, Mark, NodeRecord
 from recovery.spec import FleetLimits, FleetNode, duration
 
 Spec = TypeVar("Spec", FleetNode, FleetLimits)

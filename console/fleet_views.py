@@ -13,7 +13,7 @@ from typing import Any
 
 from console.views import age, names
 from recovery.evidence import Verdict
-from recovery.fleet_model import FleetState, Mark, NodeRecord, Place, Standing
+from recovery.fleet.model import FleetState, Mark, NodeRecord, Place, Standing
 
 STATES = ("free", "busy", "suspect", "repairing", "quarantined", "draining", "silent", "held")
 TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "BECAUSE")

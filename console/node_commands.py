@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from temporalio.client import Client
 
     from console.fleets import Answer
-    from recovery.fleet_model import FleetState
+    from recovery.fleet.model import FleetState
 
 nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes: who has them, how they are; repair them, vouch for them.")
 

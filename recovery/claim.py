@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recovery.causes import HARDWARE_CAUSES
-from recovery.fleet_model import Claim, Place, Suspect
+from recovery.fleet.model import Claim, Place, Suspect
 from recovery.model import Incident, JobState, Phase
 
 SUSPECTS_TOLD = 8

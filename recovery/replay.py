@@ -31,7 +31,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
-from recovery.fleet_model import Place
+from recovery.fleet.model import Place
 from recovery.model import Ask, Decision, Examine, ExaminedNode, JobState, Phase, Relaunch, Repair, Stop, Wait
 from recovery.policy import Policy
 from recovery.ranks import seat

@@ -15,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
     from recovery.claim import claim, give_back
     from recovery.events import Event, NodesMissing, RanksFound
-    from recovery.fleet_model import Claim, Grant, Place
+    from recovery.fleet.model import Claim, Grant, Place
     from recovery.model import JobState, Relaunch
     from recovery.ranks import keep_places
     from workflows import orders

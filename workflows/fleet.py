@@ -15,8 +15,8 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from recovery.fleet import SWEEP, learn, next_wake, settle
-    from recovery.fleet_memory import is_remembering
-    from recovery.fleet_model import (
+    from recovery.fleet.memory import is_remembering
+    from recovery.fleet.model import (
         Applied,
         AskToClaim,
         AskToLeave,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from recovery.fleet_model import ClaimRecord, FleetState, NodeRecord, Standing
+from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
 from workflows.search_attributes import DETAILS_LIMIT
 
 MOST_SHOWN = 16

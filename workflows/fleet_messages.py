@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from recovery.fleet_model import (
+from recovery.fleet.model import (
     Applied,
     Claim,
     Claimed,

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from recovery.catalog.overrides import NO_OVERRIDES, CatalogOverrides
 from recovery.events import CancelRequested, Event, LeaveAsked, MessageRejected, NodeDeclaredDead, RepairAsks, RetryRequested
 from recovery.evidence import Verdict
-from recovery.fleet_model import Withdraw
+from recovery.fleet.model import Withdraw
 from recovery.model import Incident, JobState, Phase
 from recovery.policy import Policy, Strategy, resolve
 from recovery.spec import JobSpec, Name, Strict

@@ -33,7 +33,7 @@ with workflow.unsafe.imports_passed_through():
         Submitted,
     )
     from recovery.evolve import absorb, evolve, finish, resubmit
-    from recovery.fleet_model import Place
+    from recovery.fleet.model import Place
     from recovery.model import Ask, Decision, Examine, Ignore, JobState, Leaving, Phase, Relaunch, Repair, Stop, Wait
     from recovery.ranks import seat
     from workflows import orders

@@ -19,7 +19,7 @@ import activities.fleet
 from activities.fleet import FLEET_UNKNOWN, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
 from activities.job import LaunchRanksOutput
 from backends.simulated import Lingers, Script, SimulatedBackend, Takes
-from recovery.fleet_model import Applied, Claim, FleetState, Living, NodeLook, NodeRecord, Standing
+from recovery.fleet.model import Applied, Claim, FleetState, Living, NodeLook, NodeRecord, Standing
 from recovery.model import Token
 from recovery.spec import FleetLimits
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand

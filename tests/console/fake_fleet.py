@@ -11,7 +11,7 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from recovery.causes import Cause
-    from recovery.fleet_model import (
+    from recovery.fleet.model import (
         Applied,
         Breaker,
         Claim,

@@ -13,7 +13,7 @@ from console.fleet_pages import changes, fleet_lines, fleet_notes, fleet_view, l
 from console.fleet_views import STATES, rows, table_row, tenants
 from recovery.causes import Cause
 from recovery.evidence import Verdict
-from recovery.fleet_model import Applied, Breaker, FleetState, NodeLook, NodeRecord, PermitRequest, Place, Standing, Withdraw
+from recovery.fleet.model import Applied, Breaker, FleetState, NodeLook, NodeRecord, PermitRequest, Place, Standing, Withdraw
 from recovery.spec import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 

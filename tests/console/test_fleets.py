@@ -16,7 +16,7 @@ from temporalio.worker import Worker
 from connection import data_converter
 from console import fleets, nodes
 from console.service import find_server
-from recovery.fleet_model import FleetState
+from recovery.fleet.model import FleetState
 from settings import Mistake
 from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
 from tests.console.test_command_line import Done, Place, one_sentence

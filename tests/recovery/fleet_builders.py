@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn, next_wake, settle
-from recovery.fleet_model import (
+from recovery.fleet.model import (
     Applied,
     Claim,
     Claimed,

@@ -42,7 +42,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
-from recovery.fleet_model import Place
+from recovery.fleet.model import Place
 from recovery.model import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
 from recovery.policy import Policy, Strategy
 from recovery.ranks import seat

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recovery.fleet_model import (
+from recovery.fleet.model import (
     Applied,
     Claim,
     Claimed,

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from recovery.evidence import Verdict
-from recovery.fleet_model import (
+from recovery.fleet.model import (
     Applied,
     PauseAsked,
     Permit,

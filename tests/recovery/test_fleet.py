@@ -11,7 +11,7 @@ import pytest
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn
-from recovery.fleet_model import (
+from recovery.fleet.model import (
     Applied,
     AskToClaim,
     AskToLeave,

@@ -11,8 +11,8 @@ import pytest
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn
-from recovery.fleet_memory import memory
-from recovery.fleet_model import (
+from recovery.fleet.memory import memory
+from recovery.fleet.model import (
     Applied,
     Breaker,
     Fact,

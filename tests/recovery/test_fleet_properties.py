@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn, next_wake, settle
-from recovery.fleet_memory import memory
-from recovery.fleet_model import (
+from recovery.fleet.memory import memory
+from recovery.fleet.model import (
     Applied,
     AskToClaim,
     AskToLeave,

@@ -13,7 +13,7 @@ import pytest
 from recovery.annotations import annotated
 from recovery.causes import Cause
 from recovery.events import DeadlinePassed, FaultObserved, LaunchFailed, NodesAcquired, RanksVanished, StepReached
-from recovery.fleet_model import Place
+from recovery.fleet.model import Place
 from recovery.model import JobState, Phase, Relaunch, Slot
 from recovery.policy import Policy, preset, resolve
 from recovery.ranks import rank_environments, seat

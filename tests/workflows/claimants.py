@@ -15,7 +15,7 @@ from temporalio.client import WorkflowHandle
 from temporalio.worker import Worker
 
 from activities.job import JobActivities, LaunchRanksInput, LaunchRanksOutput
-from recovery.fleet_model import Claim, FleetState, Grant, Place
+from recovery.fleet.model import Claim, FleetState, Grant, Place
 from recovery.model import Slot, Token
 from recovery.spec import JobSpec
 from tests.activities.harness import environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from recovery.fleet_model import (
+from recovery.fleet.model import (
     Breaker,
     Claim,
     ClaimRecord,

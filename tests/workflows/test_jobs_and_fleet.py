@@ -10,7 +10,7 @@ import pytest
 
 from backends.simulated import Exit, Progress, Script, Sick
 from backends.simulated.health import bus_id
-from recovery.fleet_model import FleetState, Standing
+from recovery.fleet.model import FleetState, Standing
 from recovery.model import Phase
 from tests.workflows.claimants import fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig

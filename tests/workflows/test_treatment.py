@@ -24,7 +24,7 @@ from backends.simulated import Cut, Fault, ResetFails, Script, Sick, SimulatedBa
 from backends.simulated.script import Happening
 from connection import data_converter
 from recovery.evidence import Verdict
-from recovery.fleet_model import Permit
+from recovery.fleet.model import Permit
 from recovery.policy import Strategy
 from recovery.repair_state import Fact, Stage
 from recovery.spec import FleetNode, FleetSpec

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from recovery.fleet_model import Breaker, FleetState, Mark, NodeRecord, Remembered, Standing
-from recovery.fleet_nodes import FLEET_FILE, is_out, noticed
+from recovery.fleet.model import Breaker, FleetState, Mark, NodeRecord, Remembered, Standing
+from recovery.fleet.nodes import FLEET_FILE, is_out, noticed
 
 REMEMBER_WITHIN = timedelta(seconds=15)
 """How long nothing is given and nothing repaired meanwhile: a worker asks the run before for ten seconds at most."""

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from recovery.fleet_board import Board, Chosen, Shape, fits
-from recovery.fleet_model import ClaimRecord, FleetState, Grant, Place, Standing, TellJob
-from recovery.fleet_words import Words, why_closed
+from recovery.fleet.board import Board, Chosen, Shape, fits
+from recovery.fleet.model import ClaimRecord, FleetState, Grant, Place, Standing, TellJob
+from recovery.fleet.words import Words, why_closed
 
 MOST_LOOKS = 512
 """Nodes that are looked at for waiting claims at a time: two rounds of what a worker asks side by side."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from recovery.fleet_model import Claim, ClaimRecord, FleetState, Living, NodeRecord, Place, Standing
+from recovery.fleet.model import Claim, ClaimRecord, FleetState, Living, NodeRecord, Place, Standing
 
 FRESH = timedelta(seconds=10)
 """How long a node that answered counts as answering: a launch follows a grant within a second or two."""

@@ -1,6 +1,6 @@
 """One pool of nodes: what was told makes the next state, and the state makes orders. It is the map; the knowledge is next door.
 
-`fleet_claims` and `fleet_nodes` read what is told, `allocate` gives nodes away, `breaker` says when to stop. A state that was settled
+`claims` and `nodes` read what is told, `allocate` gives nodes away, `breaker` says when to stop. A state that was settled
 gives no order twice, and everything here may be done again: equal states, facts and times make equal orders.
 """
 
@@ -11,10 +11,13 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import assert_never
 
-from recovery import breaker, fleet_claims, fleet_memory, fleet_nodes
-from recovery.allocate import allocate, yields_at
-from recovery.fleet_board import FRESH, Board, is_due, look_gap
-from recovery.fleet_model import (
+from recovery.fleet import breaker
+from recovery.fleet import claims as fleet_claims
+from recovery.fleet import memory as fleet_memory
+from recovery.fleet import nodes as fleet_nodes
+from recovery.fleet.allocate import allocate, yields_at
+from recovery.fleet.board import FRESH, Board, is_due, look_gap
+from recovery.fleet.model import (
     Applied,
     AskToClaim,
     AskToLeave,

@@ -7,8 +7,8 @@ from datetime import datetime, timedelta
 
 from recovery.evidence import Verdict
 from recovery.facts import text
-from recovery.fleet_claims import all_retracted, by_marks
-from recovery.fleet_model import (
+from recovery.fleet.claims import all_retracted, by_marks
+from recovery.fleet.model import (
     Applied,
     FleetState,
     NodeLook,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from recovery.facts import text
-from recovery.fleet_memory import is_remembering
-from recovery.fleet_model import (
+from recovery.fleet.memory import is_remembering
+from recovery.fleet.model import (
     Answered,
     Breaker,
     FleetState,
@@ -22,7 +22,7 @@ from recovery.fleet_model import (
     Standing,
     TellRepair,
 )
-from recovery.fleet_nodes import find, is_out, noticed, put, under_repair
+from recovery.fleet.nodes import find, is_out, noticed, put, under_repair
 
 REBOOTS_WITHIN = timedelta(hours=1)
 """What `reboots_per_hour` counts over."""

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from recovery.causes import Cause
 from recovery.facts import text
-from recovery.fleet_model import (
+from recovery.fleet.model import (
     Claim,
     ClaimRecord,
     FleetState,

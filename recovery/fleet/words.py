@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from recovery.facts import text
-from recovery.fleet_board import Board, Chosen, Shape, fits
-from recovery.fleet_memory import is_remembering
-from recovery.fleet_model import ClaimRecord, FleetState, NodeRecord, Standing
-from recovery.fleet_nodes import is_awaiting
+from recovery.fleet.board import Board, Chosen, Shape, fits
+from recovery.fleet.memory import is_remembering
+from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
+from recovery.fleet.nodes import is_awaiting
 
 NAMED = 3
 """Of each kind; the rest is counted."""
