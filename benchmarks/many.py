@@ -1,6 +1,6 @@
 """Many jobs at once on one worker: all run, all are hit by the same fault in the same moment, all must recover.
 
-    python -m benchmarks.many [--jobs 1000] [--on-disk] [--output FILE]
+    python -m benchmarks.many [--jobs 200] [--on-disk] [--output FILE]
 
 The server is the real one, with its database in memory: the worker is measured, not how often a disk can be synced. With `--on-disk`
 it writes as under `up`. Nodes are simulated and of one fleet, two for each job; one of each job reboots when the worker process gets
@@ -209,7 +209,7 @@ async def _up(address: str, state: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--on-disk", action="store_true", help="with the server's database in a file, synced as under `up`")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)

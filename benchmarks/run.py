@@ -1,6 +1,6 @@
 """`make bench`: relaunch beside torchrun and a bare respawn loop, in one run on one machine. Results to JSON and a table.
 
-    python -m benchmarks.run [--rounds 20] [--starts 5] [--jobs 1000] [--torch PYTHON] [--output FILE]
+    python -m benchmarks.run [--rounds 20] [--starts 5] [--jobs 200] [--torch PYTHON] [--output FILE]
 
 torchrun takes part where PYTHON (default: this one) can import torch. Run it on an idle machine.
 """
@@ -64,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1000, help="how many at once on one worker; 0 leaves that out")
+    parser.add_argument("--jobs", type=int, default=200, help="how many at once on one worker; 0 leaves that out")
     parser.add_argument("--torch", default=sys.executable, help="a Python that can import torch")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"))
     arguments = parser.parse_args()
