@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from real_node import Node, alive, eventually, python, token
+from real_node import Node, Stream, alive, eventually, python, token
 
 REPORT = (
     "import os,sys,time\n"
@@ -46,14 +46,19 @@ def test_states_from_prepared_to_gone(node: Node) -> None:
     assert node.watch().until("hello")["state"] == "gone"
 
 
+def numbers(watch: Stream) -> list[int]:
+    return [line["observation"]["seq"] for line in watch.seen if "observation" in line]
+
+
 def test_a_watcher_goes_on_after_what_it_acknowledged(node: Node) -> None:
     node.run(1, ["sh", "-c", "exit 1"], ranks=3, rank_env=[{}, {}, {}])
     eventually(lambda: len(node.journal()) == 3)
     for after in range(4):
         watch = node.watch(after_seq=after)
+        while len(numbers(watch)) < 3 - after:
+            watch.until("observation")
         watch.until("heartbeat")
-        seen = [line["observation"]["seq"] for line in watch.seen if "observation" in line]
-        assert seen == list(range(after + 1, 4))
+        assert numbers(watch) == list(range(after + 1, 4))
         watch.close()
     node.stop()
     assert [line["observation"]["seq"] for line in node.watch(after_seq=2).rest() if "observation" in line] == [3]
