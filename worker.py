@@ -20,7 +20,7 @@ from pathlib import Path
 
 from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
-from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.worker import PollerBehaviorAutoscaling, UnsandboxedWorkflowRunner, Worker
 
 from activities.fleet import FleetActivities
 from activities.job import JobActivities
@@ -101,9 +101,17 @@ def make_fleets(settings: Settings) -> WorkerFleets:
     agent = build_agent(settings.state / "agent")
 
     def make_backend(path: Path, spec: FleetSpec) -> Backend:
-        if spec.backend != "local":
-            raise Mistake(f"fleet file {path}: backend {spec.backend!r} is not supported yet, expected local")
-        return LocalBackend(spec, settings.state, agent, settings.answer_within)
+        if spec.backend == "local":
+            return LocalBackend(spec, settings.state, agent, settings.answer_within)
+        if spec.backend == "ssh":
+            # Here and not above: a worker of local nodes need not wait for the import of paramiko.
+            from backends.ssh.backend import SshBackend
+
+            try:
+                return SshBackend(spec, agent, settings.answer_within)
+            except ValueError as error:
+                raise Mistake(f"fleet file {path}: {error}") from None
+        raise Mistake(f"fleet file {path}: backend {spec.backend!r} is not supported yet, expected local or ssh")
 
     for path in settings.fleets:
         spec = read_fleet(path)
@@ -139,8 +147,12 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             fleet.reclaim,
             fleet.tell_fleet,
             logs.read_logs,
+            logs.read_stacks,
             logs.read_incidents,
         ],
+        # The sandbox imports our modules anew for every job and guards each call, which was most of what a worker of many jobs did.
+        # The tests run in it and replay every history in it: docs/decisions/0015-workflows-outside-the-sandbox.md.
+        workflow_runner=UnsandboxedWorkflowRunner(),
         max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
         # A job that is not in the cache is replayed from its whole history at each event.
         max_cached_workflows=max(1000, 2 * settings.jobs),

@@ -227,5 +227,5 @@ def kill_group(leader: int, number: int) -> None:
     """Signal the group of a child that was not reaped yet: until then its number cannot be another's."""
     try:
         os.killpg(leader, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # the latter: by sudo it has become root's, and ends by itself or is left
         pass

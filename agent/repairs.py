@@ -29,13 +29,13 @@ BUS_ID = re.compile("[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\\.[0-7]")
 
 def diagnose(state: Path, order: Fields, caller: int) -> Json:
     """Run `dcgmi diag`. It ends with its caller: nobody else would read what it found, and who asks again must not find it held."""
-    id, level = order.text("id"), order.whole("level")
+    id, level, fleet = order.text("id"), order.whole("level"), order.fleet()
     if level not in (1, 2, 3):
         bad("level", level, "1, 2 or 3")
     until = time.monotonic() + order.number("within", least=0.1)
-    with hold.exclusive(state, "diagnose", id) as left:
+    with hold.exclusive(state, "diagnose", id, fleet) as left:
         pass_by(state, "diagnose.held")
-        _refuse_if_used(state, left, until)
+        _refuse_if_used(state, left, until, fleet)
         words = _tool("dcgmi", ["diag", "-r", str(level), "-j"])
         if words is None:
             return {"outcome": "done", "boot_id": boot_id(state), "missing": "dcgmi is not on this node's PATH"}
@@ -45,27 +45,27 @@ def diagnose(state: Path, order: Fields, caller: int) -> Json:
 
 
 def reset_gpus(state: Path, order: Fields) -> Json:
-    id, expected, ids = order.text("id"), order.text("boot_id"), order.strings("gpus")
+    id, expected, ids, fleet = order.text("id"), order.text("boot_id"), order.strings("gpus"), order.fleet()
     for each in ids:
         if not BUS_ID.fullmatch(each):
             bad("gpus", each, "bus ids like 00000000:05:00.0")
     until = time.monotonic() + order.number("within", least=0.1)
-    with hold.exclusive(state, "reset-gpus", id) as left:
+    with hold.exclusive(state, "reset-gpus", id, fleet) as left:
         _refuse_another_boot(state, expected)
-        _refuse_if_used(state, left, until)
+        _refuse_if_used(state, left, until, fleet)
         words = _tool("nvidia-smi", ["--gpu-reset", *(["-i", ",".join(sorted(set(ids)))] if ids else [])])
         if words is None:
             return {"outcome": "done", "boot_id": expected, "missing": "nvidia-smi is not on this node's PATH"}
         reboots.tend(state)
-        ran = _run(state, "reset-gpus", words, until)
+        ran = _run(state, "reset-gpus", [*by_root(), *words], until)
         return {"outcome": "done", "boot_id": expected, "exit_code": ran.exit_code, "output": ran.last_words, "took": ran.took}
 
 
 def reboot(state: Path, order: Fields) -> Json:
     """End this boot. A boot ends once, so an order that comes again for the same boot cannot be a second reboot."""
-    id, expected, because = order.text("id"), order.text("boot_id"), order.text("because")
-    command = _reboot_command()
-    with hold.exclusive(state, "reboot", id):
+    id, expected, because, fleet = order.text("id"), order.text("boot_id"), order.text("because"), order.fleet()
+    command = reboot_command()
+    with hold.exclusive(state, "reboot", id, fleet):
         _refuse_another_boot(state, expected)
         answer: Json = {"outcome": "done", "boot_id": expected}
         going = reboots.under_way(state)
@@ -73,7 +73,7 @@ def reboot(state: Path, order: Fields) -> Json:
             if going["id"] == id:
                 return {**answer, "already": True}
             raise Refused("held", f"this node is being rebooted (reboot, {going['id']})")
-        hold.refuse_if_busy(state, doomed_too=False)
+        hold.refuse_if_busy(state, doomed_too=False, fleet=fleet)
         _refuse_users(_users(gpus.read(REBOOT_NVML), living_only=True))
         try:
             reboots.record(state, id, because)
@@ -107,9 +107,9 @@ def _refuse_another_boot(state: Path, expected: str) -> None:
         raise Refused("boot_changed", because, boot_id=present)
 
 
-def _refuse_if_used(state: Path, left: List[int], until: float) -> None:
+def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> None:
     """Refuse while ranks live here or anything computes on a GPU; where NVML cannot say so, the tool will."""
-    hold.refuse_if_busy(state)
+    hold.refuse_if_busy(state, fleet=fleet)
     if left:
         raise Refused("busy", f"processes {left[: hold.NAMED]} of an examination that was killed do not die", pids=left)
     _refuse_users(_users(gpus.read(min(gpus.WITHIN, max(0.1, (until - time.monotonic()) / 2)))))
@@ -137,7 +137,7 @@ def _refuse_users(users: List[Tuple[int, str]]) -> None:
         raise Refused("busy", because, pids=sorted({pid for pid, _ in users}))
 
 
-def _reboot_command() -> List[str]:
+def reboot_command() -> List[str]:
     given = os.environ.get("RELAUNCH_REBOOT_COMMAND")
     if given:
         try:
@@ -147,7 +147,18 @@ def _reboot_command() -> List[str]:
         if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
             raise Refused("cannot_reboot", f"RELAUNCH_REBOOT_COMMAND is {given[:120]!r}; expected a JSON list of words")
         return list(words)
-    return ["systemctl", "reboot"] if os.geteuid() == 0 else ["sudo", "-n", "systemctl", "reboot"]
+    if os.geteuid() != 0 and not by_root():
+        name = f"uid {os.geteuid()}"
+        raise Refused(
+            "cannot_reboot",
+            f"the agent runs as {name}, which may not reboot this node: log in as root, or write sudo: true under ssh: in the fleet file",
+        )
+    return [*by_root(), "systemctl", "reboot"]
+
+
+def by_root() -> List[str]:
+    """What a command that needs root begins with. Only who runs the fleet says that sudo may be used, never the node."""
+    return ["sudo", "-n"] if os.geteuid() != 0 and os.environ.get("RELAUNCH_SUDO") == "1" else []
 
 
 def _order_reboot(words: List[str]) -> Optional[str]:

@@ -20,6 +20,11 @@ from recovery.spec import FleetNode, FleetSpec
 PROTOCOL = 1
 
 
+def identity(namespace: str, fleet: str) -> str:
+    """What a node knows a fleet by: two namespaces may each have one of the same name."""
+    return f"{namespace}/{fleet}"
+
+
 class BackendError(Exception):
     def __init__(self, node: str, because: str) -> None:
         super().__init__(f"node {node}: {because}")
@@ -61,6 +66,8 @@ class PrepareOrder:
     valid_for: float
     heartbeat: float
     stuck_after: float = 30.0
+    fleet: str = ""
+    """Whose order it is, as <namespace>/<fleet>: a node on which ranks of another one live refuses it. Empty: nobody said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,10 @@ class Backend(Protocol):
         self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
     ) -> Logs | Refused: ...
 
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+        """Ask where a rank is at the moment. Answers as docs/reference/agent-protocol.md, `stacks`, has it."""
+        ...
+
     async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
         """Ask what there is to know of a machine; changes nothing on it. Answers as docs/reference/agent-protocol.md, `probe`, has them.
 
@@ -188,7 +199,7 @@ class Backend(Protocol):
         """
         ...
 
-    async def diagnose(self, node: str, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
+    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
         """Run `dcgmi diag -r LEVEL -j` on a node where nothing uses the GPUs, and hold the node for so long.
 
         Args:
@@ -196,14 +207,17 @@ class Backend(Protocol):
             id: Of the repair for which this is done; a person who finds the node held reads it.
             level: 1 to 3.
             within: Seconds after which the node kills it.
+            fleet: Whose order it is, as in `PrepareOrder`.
         """
         ...
 
-    async def reset_gpus(self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
+    async def reset_gpus(
+        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         """Reset GPUs, by bus id, or all of them where none is named, if the node still has this boot id and nothing uses them."""
         ...
 
-    async def reboot(self, node: str, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
+    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
         """Tell the node to reboot, if it still has this boot id and nothing lives there. Another boot id afterwards is the only proof."""
         ...
 

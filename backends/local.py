@@ -12,16 +12,16 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from backends import local_power
-from backends.base import PROTOCOL, Gone, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, WatchStream
+from backends.base import PROTOCOL
 from backends.local_power import processes_of, reboot, signal_all
-from backends.session import ANSWER_WITHIN, LINE_LIMIT, AgentSession
-from recovery.model import Token
-from recovery.spec import FleetNode, FleetSpec
+from backends.pipe import LINE_LIMIT, ProcessPipe
+from backends.session import ANSWER_WITHIN
+from backends.sessions import SessionBackend
+from recovery.spec import FleetSpec
 
 __all__ = ["CUTS", "KERNEL_LOG", "LIBRARIES", "PROGRAMS", "LocalBackend", "cut", "heal", "reboot"]
 
@@ -37,66 +37,26 @@ PROGRAMS, LIBRARIES = "bin", "lib"
 """In a node's folder: where they are there, the node finds its tools (dcgmi, nvidia-smi) and its libnvidia-ml.so.1 in them first."""
 
 
-class LocalBackend:
+class LocalBackend(SessionBackend):
+    silence_breaks = False
+    """A session that lost a line to a cut breaks by itself when that is healed; another process would be cut off as well."""
+
     def __init__(self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_WITHIN) -> None:
-        self._nodes = {node.name: node for node in spec.nodes}
+        super().__init__(spec, answer_within)
         self._state = state.resolve()
         self._agent = agent.resolve()
-        self._answer_within = answer_within
-        self._sessions: dict[str, AgentSession] = {}
-
-    def node(self, name: str) -> FleetNode:
-        return self._nodes[name]
 
     def folder(self, node: str) -> Path:
         """The node's state folder."""
         return self._state / "nodes" / node
 
-    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
-        return await self._session(node).prepare(order)
-
-    async def start(self, node: str, order: StartOrder) -> Started | Refused:
-        return await self._session(node).start(order)
-
-    async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
-        return await self._session(node).stop(order)
-
-    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
-        return self._session(node).watch(token, after_seq, heartbeat)
-
     async def list(self, node: str) -> Mapping[str, Any]:
         if node not in self._sessions and not any((self.folder(node) / name).exists() for name in ("jobs", "cut", "held.json")):
             # Nothing ever ran there. To start a session only to hear that costs 0.2 s of a core, sixteen times on a new laptop.
             return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": [], "held": None}
-        return await self._session(node).list()
+        return await super().list(node)
 
-    async def logs(
-        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
-    ) -> Logs | Refused:
-        return await self._session(node).logs(token, offsets, max_bytes, wait, tail)
-
-    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
-        return await self._session(node).probe(within, kernel_since)
-
-    async def diagnose(self, node: str, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
-        return await self._session(node).diagnose(id, level, within)
-
-    async def reset_gpus(self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
-        return await self._session(node).reset_gpus(id, boot_id, gpus, within)
-
-    async def reboot(self, node: str, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
-        return await self._session(node).reboot(id, boot_id, because)
-
-    async def close(self) -> None:
-        sessions, self._sessions = self._sessions, {}
-        await asyncio.gather(*(session.close() for session in sessions.values()))
-
-    def _session(self, name: str) -> AgentSession:
-        if name not in self._sessions:
-            self._sessions[name] = AgentSession(name, lambda: self._connect(name), self._answer_within)
-        return self._sessions[name]
-
-    async def _connect(self, name: str) -> asyncio.subprocess.Process:
+    async def _connect(self, name: str) -> ProcessPipe:
         folder = self.folder(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))}
@@ -107,7 +67,7 @@ class LocalBackend:
         for own, variable in ((folder / PROGRAMS, "PATH"), (folder / LIBRARIES, "LD_LIBRARY_PATH")):
             if own.is_dir():
                 environment[variable] = os.pathsep.join(filter(None, (str(own), environment.get(variable))))
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             sys.executable,
             str(self._agent),
             "session",
@@ -118,6 +78,7 @@ class LocalBackend:
             # A Ctrl-C in the worker's terminal is for the worker; it decides what becomes of its sessions.
             start_new_session=True,
         )
+        return ProcessPipe(process)
 
 
 # --- faults that machines of their own have by themselves ---------------------------------------------------------------

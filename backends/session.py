@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -28,35 +27,31 @@ from backends.base import (
     StopOrder,
     Unreachable,
 )
+from backends.link import Inbox, Link, end
+from backends.pipe import Pipe
 from recovery.model import Token
 
-LINE_LIMIT = 8 * 1024 * 1024
-"""A `logs` answer is the longest line; asyncio's own limit is 64 KiB."""
 ANSWER_WITHIN = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs a few milliseconds."""
+STACKS_WITHIN = 20.0
+"""Seconds that the agent gives py-spy."""
 SILENT_BEATS = 3
 """Heartbeats that may fail to come before a watch counts as broken."""
 
-ENDING = 0.2
-"""Seconds for a process whose output has ended to end by itself."""
-
-Answers = asyncio.Queue[Mapping[str, Any] | None]
-Connect = Callable[[], Awaitable[asyncio.subprocess.Process]]
+Connect = Callable[[], Awaitable[Pipe]]
 
 
 class AgentSession:
     """One node's connection, opened when it is first needed."""
 
-    def __init__(self, node: str, connect: Connect, answer_within: float = ANSWER_WITHIN) -> None:
+    def __init__(self, node: str, connect: Connect, answer_within: float = ANSWER_WITHIN, silence_breaks: bool = False) -> None:
+        """`silence_breaks`: a session that answers nothing at all is given up, and the next call connects anew."""
         self._node = node
         self._within = answer_within
         self._connect = connect
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._silence_breaks = silence_breaks
         self._opening = asyncio.Lock()
-        self._ids = itertools.count(1)
-        self._answers: dict[int, Answers] | None = None
-        """Who waits for what on the session that is open; None: none is."""
+        self._link: Link | None = None
 
     async def prepare(self, order: PrepareOrder) -> Prepared | Refused:
         body = {key: value for key, value in asdict(order).items() if key != "token"}
@@ -112,71 +107,64 @@ class AgentSession:
         chunks = tuple(LogChunk(int(c["rank"]), int(c["offset"]), int(c["next"]), str(c["data"])) for c in answer["chunks"])
         return Logs(chunks, bool(answer["ended"]))
 
+    async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+        answer = await self._call("stacks", {"token": _token(token), "rank": rank}, STACKS_WITHIN + self._within)
+        if answer["outcome"] == "refused":
+            return self._refused(answer)
+        rows = answer.get("stacks")
+        if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], Mapping):
+            raise ProtocolError(self._node, f"stacks answered {str(rows)[:200]!r}, expected one row for one rank")
+        return answer
+
     async def probe(self, within: float, kernel_since: float | None) -> Mapping[str, Any]:
         answer = await self._call("probe", {"within": within, "kernel_since": kernel_since}, within + self._within)
         if answer["outcome"] == "refused":
             raise ProtocolError(self._node, f"probe changes nothing and was refused: {answer.get('because')}")
         return self._has_boot_id("probe", answer)
 
-    async def diagnose(self, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
-        order = {"id": id, "level": level, "within": within}
+    async def preflight(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        """What the node is asked before it is trusted with ranks, as docs/reference/agent-protocol.md has it."""
+        return await self._asked("preflight", {**order, "within": within}, within)
+
+    async def meet(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        return await self._asked("meet", order, within)
+
+    async def _asked(self, command: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        answer = await self._call(command, order, within + self._within)
+        if answer["outcome"] == "refused":
+            raise ProtocolError(self._node, f"{command} changes nothing and was refused: {answer.get('because')}")
+        return self._has_boot_id(command, answer)
+
+    async def diagnose(self, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+        order = {"id": id, "level": level, "within": within, **_whose(fleet)}
         answer = await self._call("diagnose", order, within + self._within)
         return self._refused(answer) if answer["outcome"] == "refused" else self._ran("diagnose", answer, "stdout")
 
-    async def reset_gpus(self, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
-        order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
+    async def reset_gpus(self, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+        order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within, **_whose(fleet)}
         answer = await self._call("reset-gpus", order, within + self._within)
         return self._refused(answer) if answer["outcome"] == "refused" else self._ran("reset-gpus", answer, "output")
 
-    async def reboot(self, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
-        answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "because": because}, 2 * self._within)
+    async def reboot(self, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+        answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "because": because, **_whose(fleet)}, 2 * self._within)
         return self._refused(answer) if answer["outcome"] == "refused" else self._has_boot_id("reboot", answer)
 
     @asynccontextmanager
     async def watch(self, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[AgentWatch]:
         order = {"token": _token(token), "after_seq": after_seq, "heartbeat": heartbeat}
-        async with self._command("watch", order) as (id_, answers):
-            yield AgentWatch(self, id_, answers, first=self._within, silence=SILENT_BEATS * heartbeat + self._within / 5)
+        async with self._command("watch", order) as (link, id_, inbox):
+            yield AgentWatch(link, id_, inbox, first=self._within, silence=SILENT_BEATS * heartbeat + self._within / 5)
 
     async def close(self) -> None:
         """End the session; nothing on the node ends with it."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), 2.0)
-        except TimeoutError:
-            await _end(process)
-        if self._reader is not None:
-            await self._reader
-
-    async def send(self, message: Mapping[str, Any]) -> None:
-        process = self._process
-        if process is None or process.stdin is None or process.returncode is not None or self._answers is None:
-            raise Unreachable(self._node, "the session has ended")
-        try:
-            process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
-            await process.stdin.drain()
-        except (ConnectionError, RuntimeError) as error:
-            raise Unreachable(self._node, f"the session broke: {error}") from error
-
-    async def receive(self, answers: Answers, within: float, doing: str) -> Mapping[str, Any]:
-        try:
-            # Not `wait_for`: until Python 3.12 it swallows a cancel that comes together with a message.
-            async with asyncio.timeout(within):
-                message = await answers.get()
-        except TimeoutError:
-            raise Unreachable(self._node, f"no answer to {doing} within {within:g} s") from None
-        if message is None:
-            raise Unreachable(self._node, f"the session ended during {doing}")
-        return message
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
 
     async def _call(self, command: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
         """Send an order and return its answer. A long wait is broken off as soon as the node answers nothing at all."""
-        async with self._command(command, order) as (_, answers):
-            waiting = asyncio.ensure_future(self._answer(answers, within, command))
+        async with self._command(command, order) as (link, _, inbox):
+            waiting = asyncio.ensure_future(self._answer(link, inbox, within, command))
             try:
                 while command != "list":
                     done, _pending = await asyncio.wait({waiting}, timeout=self._within)
@@ -189,10 +177,12 @@ class AgentSession:
                 # Its own outcome has been taken above, or does not matter any more.
                 await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _answer(self, answers: Answers, within: float, command: str) -> Mapping[str, Any]:
+    async def _answer(self, link: Link, inbox: Inbox, within: float, command: str) -> Mapping[str, Any]:
         last: Mapping[str, Any] | None = None
+        until = asyncio.get_running_loop().time() + within
         while True:
-            message = await self.receive(answers, within, command)
+            left = within if last is None else max(0.0, until - asyncio.get_running_loop().time())
+            message = await link.receive(inbox, left, command)
             if "line" in message:
                 last = message["line"]
             elif last is None:
@@ -206,67 +196,49 @@ class AgentSession:
         return last
 
     @asynccontextmanager
-    async def _command(self, command: str, order: Mapping[str, Any]) -> AsyncIterator[tuple[int, Answers]]:
-        await self._open()
-        id_ = next(self._ids)
-        answers: Answers = asyncio.Queue()
-        waiting = self._answers
-        if waiting is None:
-            raise Unreachable(self._node, f"the session ended before {command}")
-        waiting[id_] = answers
+    async def _command(self, command: str, order: Mapping[str, Any]) -> AsyncIterator[tuple[Link, int, Inbox]]:
+        link = await self._open()
+        id_, inbox = link.begin()
         try:
-            await self.send({"id": id_, "command": command, "order": {"protocol": PROTOCOL, **order}})
-            yield id_, answers
+            await link.send({"id": id_, "command": command, "order": {"protocol": PROTOCOL, **order}})
+            yield link, id_, inbox
         finally:
-            waiting.pop(id_, None)
+            link.over(id_)
             if command in ("watch", "diagnose"):
                 # A broken session has closed the watch already.
                 with contextlib.suppress(Unreachable):
-                    await self.send({"id": id_, "close": True})
+                    await link.send({"id": id_, "close": True})
 
-    async def _open(self) -> None:
+    async def _open(self) -> Link:
         async with self._opening:
-            if self._process is not None and self._process.returncode is None and self._answers is not None:
-                return
-            process = await self._connect()
-            assert process.stdout is not None
+            if self._link is not None and self._link.alive:
+                return self._link
+            pipe = await self._connect()
             try:
-                async with asyncio.timeout(2 * self._within):
-                    hello = json.loads(await process.stdout.readline())
-                version = hello["session"]["protocol"]
-            except (TimeoutError, ValueError, KeyError, TypeError) as error:
-                await _end(process)
-                raise Unreachable(self._node, "the agent could not be started") from error
-            if version != PROTOCOL:
-                await _end(process)
-                raise ProtocolError(self._node, f"the agent speaks protocol {version}, expected {PROTOCOL}")
-            self._process = process
-            waiting: dict[int, Answers] = {}
-            self._answers = waiting
-            self._reader = asyncio.create_task(self._read(process, waiting), name=f"session {self._node}")
+                version = await self._greeted(pipe)
+                if version != PROTOCOL:
+                    raise ProtocolError(self._node, f"the agent speaks protocol {version}, expected {PROTOCOL}")
+            except BaseException:
+                # Also where the caller is cancelled: nobody else knows of this process.
+                pipe.kill()
+                raise
+            self._link = Link(self._node, pipe, self._within, self._silence_breaks)
+            return self._link
 
-    async def _read(self, process: asyncio.subprocess.Process, waiting: dict[int, Answers]) -> None:
-        assert process.stdout is not None
+    async def _greeted(self, pipe: Pipe) -> Any:
+        """Wait for the agent's first line and return the version of the protocol that it speaks."""
+        line = b""
         try:
-            async for line in process.stdout:
-                message = json.loads(line)
-                if b"\\ud" in line or b"\\uD" in line:
-                    message = _writable(message)
-                if (answers := waiting.get(message["id"])) is not None:
-                    answers.put_nowait(message)
-        except asyncio.CancelledError:
-            _kill(process)
-            raise
-        except (ValueError, KeyError, TypeError):
-            # A torn line (its writer was killed): what else is on this stream cannot be trusted.
-            _kill(process)
-        finally:
-            # From here on nobody sends an order into it: its process may be gone before that is known of its exit code.
-            if self._answers is waiting:
-                self._answers = None
-            for answers in waiting.values():
-                answers.put_nowait(None)
-            await process.wait()
+            async with asyncio.timeout(2 * self._within):
+                line = await pipe.readline()
+            return json.loads(line)["session"]["protocol"]
+        except TimeoutError:
+            await end(pipe)
+            raise Unreachable(self._node, f"the agent could not be started: it said nothing within {2 * self._within:g} s") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            await end(pipe)
+            said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")
+            raise Unreachable(self._node, "the agent could not be started" + (f": {said}" if said else "")) from error
 
     def _has_boot_id(self, command: str, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(answer.get("boot_id"), str) or not answer["boot_id"]:
@@ -299,53 +271,40 @@ class AgentSession:
             raise ProtocolError(self._node, f"a refusal says {str(answer)[:200]!r}, expected why and because") from error
 
 
-def _writable(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which stand for bytes that are no text: JSON can say them, and nothing can store them."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, list):
-        return [_writable(one) for one in value]
-    if isinstance(value, dict):
-        return {_writable(key): _writable(one) for key, one in value.items()}
-    return value
+def _whose(fleet: str) -> dict[str, str]:
+    return {"fleet": fleet} if fleet else {}
 
 
 class AgentWatch:
     """One `watch` in a session."""
 
-    def __init__(self, session: AgentSession, id_: int, answers: Answers, first: float, silence: float) -> None:
-        self._session = session
+    def __init__(self, link: Link, id_: int, inbox: Inbox, first: float, silence: float) -> None:
+        self._link = link
         self._id = id_
-        self._answers = answers
+        self._inbox = inbox
         self._first = first
         self._silence = silence
 
     async def lines(self) -> AsyncIterator[Mapping[str, Any]]:
         within = self._first
         while True:
-            message = await self._session.receive(self._answers, within, "watch")
+            message = await self._link.receive(self._inbox, within, "watch")
             if "line" not in message:
                 return
             yield message["line"]
             within = self._silence
 
     async def renew(self, stamp: float) -> None:
-        await self._session.send({"id": self._id, "send": {"renew": {"stamp": stamp}}})
+        await self._link.send({"id": self._id, "send": {"renew": {"stamp": stamp}}})
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    # Its node may have gone down a moment ago, and every process with it.
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(ENDING):
-            await process.wait()
-    if process.returncode is None:
-        _kill(process)
-        await process.wait()
+def _refusal(line: bytes) -> str:
+    """Why an agent that can open no session says it cannot, if it says so."""
+    try:
+        because = json.loads(line)["because"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return str(because)[:400]
 
 
 def _token(token: Token) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -131,6 +132,29 @@ def test_a_pure_package_loads_the_standard_library_and_no_more(package: str, als
     assert [name for name in names if not within(name, also)] == []
 
 
+def reaches(path: Path, package: str) -> list[str]:
+    """Where a file imports a package when it runs, not only for its types."""
+    found = []
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [name for name in names if within(name, [package])]
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def test_the_command_line_reaches_nodes_in_one_module_for_whoever_has_no_worker_yet() -> None:
+    """`nodes check --file` and `nodes trust` come before the first worker; whatever acts on a node goes through one."""
+    files = [ROOT / "starter.py", *sorted((ROOT / "console").rglob("*.py"))]
+    assert [path.name for path in files if reaches(path, "backends")] == ["direct.py"]
+    # None of it at its import: `starter.py jobs` does not wait for paramiko, nor does whatever keeps it imported.
+    assert [name for name in loaded("starter", *modules("console")) if within(name, ("backends", "paramiko"))] == []
+
+
 def test_recovery_knows_no_clock_and_no_log() -> None:
     for path in sorted((ROOT / "recovery").rglob("*.py")):
         text = path.read_text()
@@ -149,6 +173,11 @@ def test_recovery_knows_no_clock_and_no_log() -> None:
 def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line() -> None:
     found = loaded("workflows.training_job", "connection", "temporalio.worker", "temporalio.contrib.pydantic")
     assert [name for name in found if name in HEAVY] == []
+
+
+def test_the_command_line_and_a_worker_of_local_nodes_load_no_ssh() -> None:
+    found = loaded("starter", "console.nodes", "console.node_commands", "worker")
+    assert [name for name in found if within(name, ("paramiko", "cryptography", "backends.ssh"))] == []
 
 
 @pytest.mark.long
@@ -171,6 +200,6 @@ sys.exit(bool(failed))
 """
     names = [name for package in ("recovery", "workflows", "activities", "backends") for name in modules(package)]
     # Forked from one interpreter that has only third parties loaded: a process for each, at a fraction of the time.
-    prelude = "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic\n"
+    prelude = "import temporalio.worker, temporalio.client, temporalio.contrib.pydantic, pydantic, paramiko\n"
     done = subprocess.run([sys.executable, "-c", prelude + program, *names], cwd=ROOT, capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stdout + done.stderr

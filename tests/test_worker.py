@@ -54,7 +54,7 @@ async def test_a_changed_fleet_file_is_served_and_what_goes_on_over_the_old_back
     [
         ("name: lab\nbackend: local\nnodes: []\n", "fleet.yaml:3:"),
         (FLEET.replace("name: lab", "name: other"), "it is of fleet 'other' now, expected 'lab' until the worker is started anew"),
-        (FLEET.replace("backend: local", "backend: ssh"), "backend 'ssh' is not supported yet, expected local"),
+        (FLEET.replace("backend: local", "backend: ecs"), "backend 'ecs' is not supported yet, expected local or ssh"),
         (None, "cannot be read: No such file or directory"),
     ],
 )

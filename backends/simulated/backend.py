@@ -126,6 +126,12 @@ class SimulatedBackend:
 
         return await self._call(node, "logs", token, offsets, ask)
 
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any] | Refused:
+            return one.stacks(token, rank)
+
+        return await self._call(node, "stacks", token, rank, ask)
+
     @asynccontextmanager
     async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[Stream]:
         async def connect(one: Node, faults: tuple[Fault, ...]) -> int | None:
@@ -146,7 +152,9 @@ class SimulatedBackend:
 
         return await self._call(node, "probe", None, kernel_since, ask)
 
-    async def diagnose(self, node: str, id: str, level: int, within: float) -> Mapping[str, Any] | Refused:
+    # A simulated node is of one fleet: whose order it is makes no difference to it.
+
+    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
         order = {"id": id, "level": level, "within": within}
         try:
             return await self._order(node, "diagnose", None, order, lambda one: one.machine.diagnose(id, level, within))
@@ -154,11 +162,13 @@ class SimulatedBackend:
             self._node(node).machine.hang_up(id)
             raise
 
-    async def reset_gpus(self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float) -> Mapping[str, Any] | Refused:
+    async def reset_gpus(
+        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
         return await self._order(node, "reset-gpus", None, order, lambda one: one.machine.reset_gpus(id, boot_id, gpus, within))
 
-    async def reboot(self, node: str, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
+    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
         order = {"id": id, "boot_id": boot_id, "because": because}
         return await self._order(node, "reboot", None, order, lambda one: one.machine.reboot(id, boot_id, because))
 

@@ -241,7 +241,8 @@ class Node:
             generations = []
             for token, one in job.generations.items():
                 ranks = [{"rank": rank.rank, "pid": rank.pid, "alive": rank.ended is None} for rank in one.ranks.values()]
-                generations.append({**_named(token), "state": one.state, "ranks": ranks})
+                whose = {"fleet": one.order.fleet} if one.order.fleet else {}
+                generations.append({**_named(token), "state": one.state, "ranks": ranks, **whose})
             prepared, stopped = _order(job.prepared), _order(job.stopped)
             told = {
                 "prepared": prepared and list(prepared),
@@ -281,6 +282,11 @@ class Node:
             if chunks or now >= deadline or (over and not unread):
                 return Logs(tuple(chunks), over and not unread)
             await self._log_grows(generation, now, deadline)
+
+    def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+        if self.generation(token) is None:
+            return self._refuse("no_such_generation", f"{token} was never prepared here")
+        return {"outcome": "done", "stacks": [{"rank": rank, "pid": None, "unreadable": "a simulated rank is nowhere"}]}
 
     async def _log_grows(self, generation: Generation, now: float, deadline: float) -> None:
         due = deadline

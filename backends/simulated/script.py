@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-Command = Literal["prepare", "start", "stop", "watch", "renew", "list", "logs", "probe", "diagnose", "reset-gpus", "reboot"]
+Command = Literal["prepare", "start", "stop", "watch", "renew", "list", "logs", "stacks", "probe", "diagnose", "reset-gpus", "reboot"]
 RepairCommand = Literal["diagnose", "reset-gpus", "reboot"]
 """Those that hold the whole node and carry the id of a repair instead of a token."""
 When = Literal["first_call", "prepare", "start", "running"]

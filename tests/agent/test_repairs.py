@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from real_node import TIMES, Node, alive, done, eventually, refusal, token
 
-from agent import reboots
+from agent import processes, reboots, repairs
+from agent.protocol import Refused
 from agent.state import boot_id
 from backends import local_power
 from tests.doubles.install import HEALTHY, calls, install_nvml, install_tool, pids
@@ -267,3 +269,51 @@ def test_a_repair_on_python_3_8(make_node: Any, programs: Path, monkeypatch: pyt
     eventually(lambda: boot_id(old.state) != before)
     old.session_broke()
     assert [entry["id"] for entry in done(old.order("probe", within=20.0, kernel_since=60))["reboots"]] == ["r1"]
+
+
+# --- sudo -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uid", "allowed", "reboots_by", "resets_by"),
+    [
+        (0, None, ["systemctl", "reboot"], []),
+        (0, "1", ["systemctl", "reboot"], []),
+        (1000, "1", ["sudo", "-n", "systemctl", "reboot"], ["sudo", "-n"]),
+        (1000, None, None, []),
+        (1000, "yes", None, []),
+    ],
+)
+def test_sudo_is_used_where_the_fleet_file_allows_it_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, uid: int, allowed: str | None, reboots_by: list[str] | None, resets_by: list[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.delenv("RELAUNCH_REBOOT_COMMAND", raising=False)
+    monkeypatch.delenv("RELAUNCH_SUDO", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("RELAUNCH_SUDO", allowed)
+    assert repairs.by_root() == resets_by
+    if reboots_by is not None:
+        assert repairs.reboot_command() == reboots_by
+        return
+    with pytest.raises(Refused) as refused:
+        repairs.reboot_command()
+    assert refused.value.answer["why"] == "cannot_reboot"
+    assert refused.value.answer["because"].startswith(
+        "the agent runs as uid 1000, which may not reboot this node: log in as root, or write sudo: true"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_program_that_has_become_roots_is_no_error_when_it_cannot_be_killed() -> None:
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+    def as_somebody_else() -> None:
+        os.setuid(65534)
+        processes.kill_group(program.pid, signal.SIGKILL)
+
+    child = processes.fork(as_somebody_else)
+    _, status = os.waitpid(child, 0)
+    assert (os.waitstatus_to_exitcode(status), program.poll()) == (0, None)
+    program.kill()
+    program.wait()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from backends import local_power
 from backends.artifact import build_agent
 from backends.base import Backend
 from backends.local import LocalBackend, cut, heal, reboot
@@ -26,8 +28,10 @@ from backends.simulated import (
 )
 from backends.simulated.health import diagnosed
 from backends.simulated.script import Happening
+from backends.ssh.backend import SshBackend
 from recovery.model import Token
 from recovery.spec import FleetSpec
+from tests.backends.sshd import Sshd, make_key
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,33 @@ class SimulatedFleet:
         await self.backend.close()
 
 
-class LocalFleet:
+class RealRanks:
+    """What a rank does, as a program of the shell."""
+
+    does: Mapping[int, Does]
+    state: Path
+
+    def command(self, generation: int) -> tuple[str, ...]:
+        does = self.does[generation]
+        if does.refused == "command_not_found":
+            return ("no-such-program-anywhere",)
+        lines = []
+        if does.prints:
+            lines.append(f"printf %s {shlex.quote(does.prints)}")
+        if does.step is not None:
+            lines.append(f'echo {does.step} > "$RELAUNCH_PROGRESS_FILE"')
+        for rank, code in (does.exits or {}).items():
+            end = f"kill -{-code} $$" if code < 0 else f"exit {code}"
+            if does.error is not None:
+                end = f'printf %s {shlex.quote(json.dumps(error_file(does.error)))} > "$TORCHELASTIC_ERROR_FILE"; {end}'
+            lines.append(f'if [ "$RANK" = {rank} ]; then {end}; fi')
+        return ("/bin/sh", "-c", "\n".join([*lines, "exec sleep 600"]))
+
+    def workdir(self, generation: int) -> str | None:
+        return str(self.state / "nowhere") if self.does[generation].refused == "workdir_missing" else None
+
+
+class LocalFleet(RealRanks):
     def __init__(
         self, does: Mapping[int, Does], nodes: int, folder: Path, agent: Path, answer_within: float, tools: Tools | None = None
     ) -> None:
@@ -160,25 +190,6 @@ class LocalFleet:
         backend = LocalBackend(self.spec, self.state, self.agent, self.answer_within)
         self.opened.append(backend)
         return backend
-
-    def command(self, generation: int) -> tuple[str, ...]:
-        does = self.does[generation]
-        if does.refused == "command_not_found":
-            return ("no-such-program-anywhere",)
-        lines = []
-        if does.prints:
-            lines.append(f"printf %s {shlex.quote(does.prints)}")
-        if does.step is not None:
-            lines.append(f'echo {does.step} > "$RELAUNCH_PROGRESS_FILE"')
-        for rank, code in (does.exits or {}).items():
-            end = f"kill -{-code} $$" if code < 0 else f"exit {code}"
-            if does.error is not None:
-                end = f'printf %s {shlex.quote(json.dumps(error_file(does.error)))} > "$TORCHELASTIC_ERROR_FILE"; {end}'
-            lines.append(f'if [ "$RANK" = {rank} ]; then {end}; fi')
-        return ("/bin/sh", "-c", "\n".join([*lines, "exec sleep 600"]))
-
-    def workdir(self, generation: int) -> str | None:
-        return str(self.state / "nowhere") if self.does[generation].refused == "workdir_missing" else None
 
     def cut(self, node: str) -> None:
         cut(self.local.folder(node))
@@ -201,9 +212,66 @@ class LocalFleet:
             await backend.close()
 
 
+class SshFleet(RealRanks):
+    """Nodes that are OpenSSH servers on loopback. They share a kernel, so that a reboot ends their processes and changes their boot id."""
+
+    def __init__(
+        self, does: Mapping[int, Does], nodes: int, folder: Path, agent: Path, answer_within: float, tools: Tools | None = None
+    ) -> None:
+        self.does = does
+        self.stamps: dict[tuple[str, Token], float] = {}
+        self.state = folder
+        self.agent = agent
+        self.answer_within = answer_within
+        self.opened: list[SshBackend] = []
+        key = make_key(folder / "key")
+        self.hosts = {f"n{number}": Sshd(folder / f"n{number}", f"127.0.0.{number}", key) for number in range(1, nodes + 1)}
+        for host in self.hosts.values():
+            if tools is not None:
+                _install(tools, host.bin)
+            order = local_power.command(host.state)
+            host.program_named("systemctl", f'#!/bin/sh\n[ "$*" = reboot ] && exec {shlex.join(order)}\nexit 1\n')
+            host.start()
+        known = folder / "known_hosts"
+        known.write_text("".join(host.known_hosts for host in self.hosts.values()))
+        named = [
+            {"name": name, "address": host.address, "port": host.port, "gpus": 0 if tools is None else 1}
+            for name, host in self.hosts.items()
+        ]
+        # Not whatever keys and configuration whoever runs the tests has.
+        config = folder / "ssh_config"
+        config.touch()
+        ssh = {"key": str(key), "known_hosts": str(known), "config": str(config)}
+        self.spec = FleetSpec.model_validate({"name": "contract", "backend": "ssh", "nodes": named, "ssh": ssh})
+        self.backend: Backend = self.again()
+
+    def again(self) -> SshBackend:
+        self.opened.append(SshBackend(self.spec, self.agent, self.answer_within))
+        return self.opened[-1]
+
+    def cut(self, node: str) -> None:
+        self.hosts[node].signal(signal.SIGSTOP)
+
+    def heal(self, node: str) -> None:
+        self.hosts[node].signal(signal.SIGCONT)
+
+    def reboot(self, node: str) -> None:
+        self.hosts[node].kill()
+        reboot(self.hosts[node].state)
+        self.hosts[node].start()
+
+    async def close(self) -> None:
+        for node in self.hosts:
+            self.heal(node)
+        for backend in self.opened:
+            await backend.close()
+        for host in self.hosts.values():
+            host.close()
+
+
 def _install(tools: Tools, folder: Path) -> None:
     """Write programs that take the place of NVIDIA's."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "passed.json").write_text(diagnosed(1, 1, ())[1])
     wait = "exec sleep 600" if tools.diag == "hangs" else f"sleep {tools.diag_takes}"
     said = "All done." if tools.reset == 0 else "GPU Reset couldn't run because GPU is in use"

@@ -13,7 +13,7 @@ import pytest_asyncio
 from backends.base import Backend, Gone, Refused, Unreachable
 from recovery.dcgm import read_diag
 from recovery.evidence import Verdict
-from tests.backends.fleets import RUNS, Does, Fleet, LocalFleet, SimulatedFleet, Tools, build
+from tests.backends.fleets import RUNS, Does, Fleet, LocalFleet, SimulatedFleet, SshFleet, Tools, build
 from tests.backends.test_contract import alive, done, launch, prepare, prepare_order, reached, refusal, start_order, stop_order, token
 
 pytestmark = pytest.mark.asyncio
@@ -28,7 +28,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("agent"))
 
 
-@pytest_asyncio.fixture(params=["simulated", "local"])
+@pytest_asyncio.fixture(params=["simulated", "local", "ssh"])
 async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
     fleets: list[Fleet] = []
 
@@ -38,7 +38,8 @@ async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         if request.param == "simulated":
             fleet = SimulatedFleet(given, 1, tools)
         else:
-            fleet = LocalFleet(given, 1, tmp_path, request.getfixturevalue("agent"), 5.0, tools)
+            real = LocalFleet if request.param == "local" else SshFleet
+            fleet = real(given, 1, tmp_path, request.getfixturevalue("agent"), 5.0, tools)
         fleets.append(fleet)
         return fleet
 

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from backends.base import BackendError, ProtocolError, Refused, Unreachable
+from backends.pipe import LINE_LIMIT, ProcessPipe
 from backends.session import AgentSession
 
 pytestmark = pytest.mark.asyncio
@@ -23,14 +24,14 @@ print(json.dumps({"session": {"protocol": 1}}), flush=True)
 answers = json.loads(sys.argv[1])
 for line in sys.stdin:
     order = json.loads(line)
-    if order["command"] == "die":
+    answer = answers.get(order["command"])
+    if answer == "die":
         break
-    if order["command"] in answers:
-        answer = answers[order["command"]]
+    if answer is not None:
         print(json.dumps({"id": order["id"], "line": order["order"] if answer == "echo" else answer}), flush=True)
         print(json.dumps({"id": order["id"], "ended": True}), flush=True)
 """
-"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes when it is ordered to `die`."""
+"""A double of the agent: answers as it is told, is silent on what it was told nothing of, and goes where the answer would be `die`."""
 
 Open = Callable[..., AgentSession]
 BOOT = {"outcome": "done", "boot_id": "b1"}
@@ -41,9 +42,10 @@ async def opened() -> AsyncIterator[Open]:
     sessions: list[AgentSession] = []
 
     def made(answers: dict[str, Any], program: str = AGENT, answer_within: float = 5.0) -> AgentSession:
-        async def connect() -> asyncio.subprocess.Process:
+        async def connect() -> ProcessPipe:
             words = (sys.executable, "-S", "-c", program, json.dumps(answers))
-            return await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+            pipe = asyncio.subprocess.PIPE
+            return ProcessPipe(await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=LINE_LIMIT))
 
         sessions.append(AgentSession("n1", connect, answer_within))
         return sessions[-1]
@@ -138,10 +140,11 @@ async def test_a_long_diagnosis_is_waited_for_while_the_node_answers_anything(op
 
 
 async def test_an_order_that_comes_as_the_session_dies_does_not_wait_for_an_answer(opened: Open) -> None:
-    session = opened({"probe": BOOT})
+    session = opened({"probe": BOOT, "list": "die"})
     await ask(session, "probe")
     for _ in range(20):
-        await session.send({"id": 0, "command": "die", "order": {}})
+        dying = asyncio.create_task(session.list())
+        await asyncio.sleep(0)
         began = time.monotonic()
         while time.monotonic() - began < 4.0:  # whatever moment of its end an order meets
             try:
@@ -151,6 +154,8 @@ async def test_an_order_that_comes_as_the_session_dies_does_not_wait_for_an_answ
             else:
                 break
         assert time.monotonic() - began < 4.0
+        with pytest.raises(Unreachable):
+            await dying
 
 
 async def test_an_agent_that_dies_before_it_greets_is_unreachable(opened: Open) -> None:

@@ -1,0 +1,159 @@
+"""Whether a host's key is the one that is known of it: OpenSSH's known_hosts files, read as OpenSSH reads them.
+
+Not paramiko's reader: that knows no patterns, no revoked keys and no line numbers, and fails whole on one bad line.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fnmatch
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+STANDARD_PORT = 22
+
+
+class Standing(StrEnum):
+    KNOWN = "known"
+    UNKNOWN = "unknown"
+    CHANGED = "changed"
+    REVOKED = "revoked"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line that holds a key."""
+
+    file: str
+    """As the user wrote it."""
+    line: int
+    patterns: tuple[str, ...]
+    algorithm: str
+    blob: bytes
+    revoked: bool
+
+    def of(self, name: str) -> bool:
+        """Whether it speaks of this host; one pattern that begins with `!` and matches takes the whole line out."""
+        found = False
+        for pattern in self.patterns:
+            if pattern.startswith("!"):
+                if _matches(pattern[1:], name):
+                    return False
+            elif _matches(pattern, name):
+                found = True
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    standing: Standing
+    entry: Entry | None = None
+    """The line that says so; where the key has changed, the one that it was expected to be as."""
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("|1|"):
+        try:
+            _, _, salt, wanted = pattern.split("|")
+            digest = hmac.new(base64.b64decode(salt), name.encode(), hashlib.sha1).digest()
+            return hmac.compare_digest(digest, base64.b64decode(wanted))
+        except (ValueError, binascii.Error):
+            return False
+    # `[` begins no class here: `[host]:port` is meant as it stands.
+    return fnmatch.fnmatchcase(name, pattern.lower().replace("[", "[[]"))
+
+
+def read(files: Iterable[str]) -> tuple[Entry, ...]:
+    """Read all of them; one that is not there holds nothing, and a line that is none is passed over, as OpenSSH does.
+
+    Raises:
+        OSError: one is there and cannot be read.
+    """
+    found = []
+    for file in files:
+        try:
+            text = Path(file).expanduser().read_bytes().decode(errors="replace")
+        except FileNotFoundError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            fields = line.split()
+            marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+            if len(fields) < 3 or fields[0].startswith("#") or marker not in ("", "@revoked"):
+                continue  # @cert-authority: certificates of hosts are not read
+            try:
+                blob = base64.b64decode(fields[2], validate=True)
+            except (ValueError, binascii.Error):
+                continue
+            found.append(Entry(file, number, tuple(fields[0].split(",")), fields[1], blob, marker == "@revoked"))
+    return tuple(found)
+
+
+def name_of(host: str, port: int) -> str:
+    """How known_hosts calls a host on a port."""
+    return host.lower() if port == STANDARD_PORT else f"[{host.lower()}]:{port}"
+
+
+def algorithms(entries: Iterable[Entry], name: str) -> tuple[str, ...]:
+    """The kinds of keys that are known of a host, in the order of the lines."""
+    return tuple(dict.fromkeys(entry.algorithm for entry in entries if not entry.revoked and entry.of(name)))
+
+
+def judge(entries: Iterable[Entry], host: str, port: int, blob: bytes) -> Judgement:
+    name = name_of(host, port)
+    named = [entry for entry in entries if entry.of(name)]
+    # OpenSSH takes a key that is known of the host on its standard port, too.
+    plain = [entry for entry in entries if port != STANDARD_PORT and entry.of(host.lower())]
+    for entry in (*named, *plain):
+        if entry.revoked and entry.blob == blob:
+            return Judgement(Standing.REVOKED, entry)
+    for entry in (*named, *plain):
+        if not entry.revoked and entry.blob == blob:
+            return Judgement(Standing.KNOWN, entry)
+    expected = [entry for entry in named if not entry.revoked]
+    if not expected:
+        return Judgement(Standing.UNKNOWN)
+    # Of the same kind, where there is one: what it was is what a person has to compare.
+    same = [entry for entry in expected if kind(entry.blob) == kind(blob)]
+    return Judgement(Standing.CHANGED, (same or expected)[0])
+
+
+def kind(blob: bytes) -> str:
+    """The algorithm that a public key names in itself, as people call it: ED25519, RSA, ECDSA."""
+    size = int.from_bytes(blob[:4], "big")
+    text = blob[4 : 4 + size].decode(errors="replace")
+    return text.removeprefix("ssh-").removeprefix("sk-").split("-")[0].upper()
+
+
+def fingerprint(blob: bytes) -> str:
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def line_for(host: str, port: int, algorithm: str, blob: bytes, hashed: bool) -> str:
+    name = name_of(host, port)
+    if hashed:
+        salt = os.urandom(hashlib.sha1().digest_size)
+        digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+        name = f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+    return f"{name} {algorithm} {base64.b64encode(blob).decode()}"
+
+
+def append(file: str, line: str) -> None:
+    """Add a line, in a file and a folder that only we can change; the file's last line may lack its end.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(file).expanduser()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "r+b", buffering=0) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        torn = b"\n" if size and os.pread(handle, 1, size - 1) != b"\n" else b""
+        stream.write(torn + line.encode() + b"\n")
+        os.fsync(handle)

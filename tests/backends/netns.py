@@ -1,0 +1,134 @@
+"""Nodes in network namespaces of their own, and their controller in another: links that go down, and packets that get lost. Needs root.
+
+Nothing of it touches the machine's own network: the switch between them is in a namespace, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+CLONE_NEWNET = 0x40000000
+CONTROL, TRAINING = "10.99.0", "10.98.0"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Network:
+    """A controller at 10.99.0.1, and `nodes` of them from 10.99.0.11 on; those are at 10.98.0.11 and on for each other as well."""
+
+    def __init__(self, nodes: int) -> None:
+        if os.geteuid() != 0 or shutil.which("ip") is None:
+            pytest.skip("network namespaces need root and iproute2")
+        self.tag = f"rl{os.getpid() % 100000}"
+        self.nodes = [f"{self.tag}n{number}" for number in range(1, nodes + 1)]
+        self.controller, self.switch = f"{self.tag}c", f"{self.tag}s"
+        self.made: list[str] = []
+        try:
+            self._make()
+        except subprocess.CalledProcessError as error:
+            self.close()
+            pytest.skip(f"no network namespaces can be made here: {error.stderr.strip()}")
+
+    def _make(self) -> None:
+        for name in (self.switch, self.controller, *self.nodes):
+            ip("netns", "add", name)
+            self.made.append(name)
+            ip("-n", name, "link", "set", "lo", "up")
+        for bridge in ("control", "training"):
+            ip("-n", self.switch, "link", "add", "name", bridge, "type", "bridge")
+            ip("-n", self.switch, "link", "set", bridge, "up")
+        self._plug(self.controller, "control", f"{CONTROL}.1", "c0")
+        for number, name in enumerate(self.nodes, 1):
+            self._plug(name, "control", f"{CONTROL}.{10 + number}", f"c{number}")
+            self._plug(name, "training", f"{TRAINING}.{10 + number}", f"t{number}")
+
+    def _plug(self, name: str, bridge: str, address: str, port: str) -> None:
+        ip("-n", self.switch, "link", "add", "name", port, "type", "veth", "peer", "name", bridge, "netns", name)
+        ip("-n", self.switch, "link", "set", port, "master", bridge, "up")
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", bridge)
+        ip("-n", name, "link", "set", bridge, "up")
+
+    def inside(self, number: int) -> tuple[str, ...]:
+        """What a program is started by to be on a node."""
+        return self.at(self.nodes[number - 1])
+
+    @staticmethod
+    def at(name: str) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", name)
+
+    def lose(self, number: int, network: str = "control") -> None:
+        """Every packet of the node's control (or training) network gets lost from now on, and nobody is told."""
+        ip("-n", self.switch, "link", "set", f"{network[0]}{number}", "nomaster")
+
+    def heal(self, number: int, network: str = "control") -> None:
+        ip("-n", self.switch, "link", "set", f"{network[0]}{number}", "master", network, "up")
+        subprocess.run(["ip", "-n", self.nodes[number - 1], "neigh", "flush", "dev", network, "nud", "permanent"], capture_output=True)
+
+    def lose_answers(self, number: int) -> None:
+        """What the node sends to the controller gets lost; what it is sent arrives."""
+        ip(
+            "-n",
+            self.nodes[number - 1],
+            "neigh",
+            "replace",
+            f"{CONTROL}.1",
+            "lladdr",
+            "02:00:00:00:00:99",
+            "nud",
+            "permanent",
+            "dev",
+            "control",
+        )
+
+    def unplug(self, number: int) -> None:
+        ip("-n", self.switch, "link", "set", f"c{number}", "down")
+
+    def plug(self, number: int) -> None:
+        ip("-n", self.switch, "link", "set", f"c{number}", "up")
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine where the controller is."""
+        return self._there(lambda: asyncio.run(work()))
+
+    def listener(self, port: int) -> socket.socket:
+        """A socket on loopback where the controller is. It stays there, whoever accepts from it."""
+        return self._there(lambda: socket.create_server(("127.0.0.1", port)))
+
+    def _there(self, call: Callable[[], T]) -> T:
+        """A thread has a network of its own, and so have those that it starts."""
+        done: Future[T] = Future()
+
+        def enter() -> None:
+            handle = os.open(Path("/run/netns", self.controller), os.O_RDONLY)
+            try:
+                if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET) != 0:
+                    raise OSError(ctypes.get_errno(), "setns")
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+            finally:
+                os.close(handle)
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        return done.result()
+
+    def close(self) -> None:
+        for name in self.made:
+            ip("netns", "del", name)

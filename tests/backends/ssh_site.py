@@ -1,0 +1,112 @@
+"""What the tests of the backend `ssh` share: servers, the files that a user has, and backends over them."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from backends.artifact import build_agent
+from backends.base import Unreachable
+from backends.ssh.backend import SshBackend
+from recovery.spec import FleetSpec
+from tests.backends.sshd import Sshd, make_key, need_sshd
+
+
+class Site:
+    def __init__(self, folder: Path, agent: Path) -> None:
+        need_sshd()
+        self.folder = folder
+        self.agent = agent
+        self.key = make_key(folder / "user key" / "id")
+        self.known_hosts = folder / "known_hosts"
+        self.known_hosts.touch()
+        self.config = folder / "ssh_config"
+        self.config.touch()
+        self.hosts: list[Sshd] = []
+        self.backends: list[SshBackend] = []
+
+    def host(self, start: bool = True, known: bool = True, **more: Any) -> Sshd:
+        number = len(self.hosts) + 1
+        host = Sshd(self.folder / f"host{number}", f"127.0.0.{10 + number}", self.key, **more)
+        self.hosts.append(host)
+        if known:
+            self.know(host.known_hosts)
+        return host.start() if start else host
+
+    def know(self, lines: str) -> None:
+        with self.known_hosts.open("a") as file:
+            file.write(lines)
+
+    def spec(self, host: Sshd | None, ssh: dict[str, Any] | None = None, **node: Any) -> FleetSpec:
+        place = {} if host is None else {"address": host.address, "port": host.port}
+        options = {"key": str(self.key), "known_hosts": str(self.known_hosts), "config": str(self.config), **(ssh or {})}
+        options = {name: value for name, value in options.items() if value is not None}
+        return FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", **place, **node}], "ssh": options})
+
+    def backend(self, host: Sshd | None, ssh: dict[str, Any] | None = None, answer_within: float = 5.0, **node: Any) -> SshBackend:
+        """Of a fleet with the one node n1."""
+        self.backends.append(SshBackend(self.spec(host, ssh, **node), self.agent, answer_within))
+        return self.backends[-1]
+
+    async def close(self) -> None:
+        for backend in self.backends:
+            await backend.close()
+        for host in self.hosts:
+            host.close()
+
+
+async def because(backend: SshBackend) -> str:
+    """Why n1 does not answer."""
+    with pytest.raises(Unreachable) as refused:
+        await backend.list("n1")
+    assert refused.value.node == "n1"
+    return refused.value.because
+
+
+@contextmanager
+def listener(serve: Callable[[socket.socket], None], backlog: int = 16) -> Iterator[tuple[str, int]]:
+    """Something that listens and is no sshd. Each connection is served in turn, until the test ends."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(backlog)
+
+        def accept() -> None:
+            while True:
+                try:
+                    caller, _ = server.accept()
+                except OSError:  # closed: the test has ended
+                    return
+                with caller:
+                    serve(caller)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def python_double(host: Sshd, program: str) -> None:
+    """A double of the node's python3: runs `program` instead of whatever it is told to, with the real one."""
+    path = host.folder / "double.py"
+    path.write_text(program)
+    host.program_named("python3", f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(path))}\n")
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_agent(tmp_path_factory.mktemp("agent"))
+
+
+@pytest_asyncio.fixture
+async def site(tmp_path: Path, agent: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path, agent)
+    yield site
+    await site.close()

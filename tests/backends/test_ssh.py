@@ -1,0 +1,409 @@
+"""Reaching nodes by SSH, and each way in which that fails: real OpenSSH servers, real causes, one sentence each."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from backends.base import Prepared, Started, StartOrder
+from backends.ssh import backend as ssh_backend
+from backends.ssh import connection
+from backends.ssh.backend import NeedsPerson, SshBackend
+from backends.ssh.known_hosts import Standing, fingerprint, line_for
+from backends.ssh.route import ConfigError
+from backends.ssh.trust import host_key, remember
+from tests.backends.ssh_site import Site, agent, because, listener, site
+from tests.backends.sshd import make_key
+from tests.backends.test_contract import prepare_order, reached, token
+
+__all__ = ["agent", "site"]
+pytestmark = pytest.mark.asyncio
+
+
+def own_fingerprint(public: str) -> str:
+    """As OpenSSH's own tool prints it."""
+    return subprocess.run(["ssh-keygen", "-lf", "-"], input=public, capture_output=True, text=True, check=True).stdout.split()[1]
+
+
+def run(*words: str, env: dict[str, str] | None = None) -> None:
+    subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+
+
+# --- reaching -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_s2_1_ranks_are_started_on_a_node_that_has_nothing_but_sshd_and_python(site: Site) -> None:
+    host = site.host()
+    backend = site.backend(host)
+    prepared = await backend.prepare("n1", prepare_order(token(1), (0,), address=host.address))
+    assert isinstance(prepared, Prepared)
+    what = {"command": ("sleep", "600"), "workdir": None, "env": {}, "rank_env": ({"RANK": "0"},), "peers": ()}
+    order = StartOrder(token=token(1), node="n1", prepared=prepared.stamp, secret="5ec7e7", fences=True, **what)
+    started = await backend.start("n1", order)
+    assert isinstance(started, Started)
+    environment = Path(f"/proc/{started.pids[0]}/environ").read_bytes().split(b"\0")
+    assert b"RELAUNCH_NODE_STATE=" + os.fsencode(host.state) in environment
+    assert host.logins() == 1, "one connection carries everything"
+
+
+async def test_the_agent_is_shipped_once(site: Site) -> None:
+    host = site.host()
+    for _ in range(2):
+        backend = site.backend(host)
+        await backend.list("n1")
+        await backend.close()
+    [file] = (host.state / "agents").iterdir()
+    shipped = file.stat()
+    await site.backend(host).list("n1")
+    assert (file.stat().st_ino, file.read_bytes()) == (shipped.st_ino, site.agent.read_bytes())
+    assert (host.state / "agents").stat().st_mode & 0o777 == 0o700
+
+
+async def test_an_agent_that_was_damaged_on_the_node_is_replaced(site: Site) -> None:
+    host = site.host()
+    backend = site.backend(host)
+    await backend.list("n1")
+    [file] = (host.state / "agents").iterdir()
+    file.write_bytes(file.read_bytes()[:-7] + b"garbage")
+    await site.backend(host).list("n1")
+    assert [one.read_bytes() for one in (host.state / "agents").iterdir()] == [site.agent.read_bytes()]
+
+
+async def test_two_controllers_that_ship_at_once_leave_one_agent(site: Site) -> None:
+    host = site.host()
+    backends = [site.backend(host) for _ in range(3)]
+    answers = await asyncio.gather(*(backend.list("n1") for backend in backends))
+    assert all(answer["outcome"] == "done" for answer in answers)
+    assert [one.name for one in (host.state / "agents").iterdir()] == [site.agent.name]
+
+
+async def test_agents_of_long_ago_that_nothing_runs_are_swept(site: Site) -> None:
+    host = site.host()
+    await site.backend(host).list("n1")
+    old, new, running = (host.state / "agents" / name for name in ("0ld.pyz", "new.pyz", "run.pyz"))
+    for path in (old, new, running):
+        path.write_text("import time; time.sleep(600)")
+    long_ago = 31 * 24 * 3600
+    for path in (old, running):
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - long_ago))
+    process = subprocess.Popen(["python3", str(running)])  # noqa: ASYNC220  (it returns at once)
+    try:
+        await site.backend(host).list("n1")
+    finally:
+        process.kill()
+        process.wait()
+    assert {path.name for path in (host.state / "agents").iterdir()} == {"new.pyz", "run.pyz", site.agent.name}
+
+
+async def test_calls_at_once_share_one_login(site: Site) -> None:
+    host = site.host()
+    backend = site.backend(host)
+    await asyncio.gather(*(backend.list("n1") for _ in range(10)))
+    assert host.logins() == 1
+
+
+async def test_what_a_login_shell_prints_first_is_passed_over(site: Site) -> None:
+    host = site.host(start=False)
+    (host.folder / "home" / ".bashrc").write_text('echo "Welcome to the lab. {"; printf "no end of line"; echo oops >&2\n')
+    host.options["ForceCommand"] = '/bin/bash -c "$SSH_ORIGINAL_COMMAND"'
+    host.start()
+    assert (await site.backend(host).list("n1"))["outcome"] == "done"
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish", "csh", "tcsh"])
+async def test_any_login_shell_starts_the_agent(site: Site, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    host = site.host(ForceCommand=f'{shell} -c "$SSH_ORIGINAL_COMMAND"')
+    assert (await site.backend(host).list("n1"))["outcome"] == "done"
+
+
+async def test_a_host_of_the_ssh_configuration_is_reached_and_its_network_address_is_its_own(site: Site) -> None:
+    host = site.host()
+    extra = site.folder / "extra.conf"
+    extra.write_text(f"Host gpu-*\n  Port {host.port}\n")
+    text = f"Include {extra}\nHost gpu-01\n  HostName {host.address}\n  IdentityFile {site.key}\n  UserKnownHostsFile {site.known_hosts}\n"
+    site.config.write_text(text)
+    backend = site.backend(None, {"key": None, "known_hosts": None}, address="gpu-01")
+    assert (await backend.list("n1"))["outcome"] == "done"
+    assert backend.node("n1").network == host.address
+    assert site.backend(None, address="gpu-01", network="192.168.7.12").node("n1").network == "192.168.7.12"
+
+
+async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("ssh-agent") is None:
+        pytest.skip("no ssh-agent here")
+    host = site.host()
+    locked = make_key(site.folder / "locked", passphrase="open sesame")
+    host.authorized.write_text(locked.with_suffix(".pub").read_text())
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    assert "is locked by a passphrase and its key is not in the SSH agent" in await because(site.backend(host, {"key": str(locked)}))
+    socket_path = site.folder / "a.sock"
+    words = ["ssh-agent", "-D", "-a", str(socket_path)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220  (it returns at once)
+    try:
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(socket_path))
+        ask = site.host(start=False).program_named("ask", "#!/bin/sh\necho open sesame\n")
+        unlocking = {**os.environ, "SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force"}
+        async with asyncio.timeout(10):
+            while not socket_path.exists():  # noqa: ASYNC110  (it tells nobody)
+                await asyncio.sleep(0.01)
+        run("ssh-add", "-q", str(locked), env=unlocking)
+        assert (await site.backend(host, {"key": str(locked)}).list("n1"))["outcome"] == "done"
+    finally:
+        process.kill()
+        process.wait()
+
+
+# --- who it is ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be_trusted(site: Site) -> None:
+    host = site.host(known=False)
+    backend = site.backend(host)
+    said = await because(backend)
+    wanted = own_fingerprint(host.public_keys[0])
+    assert said == (
+        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the machine's own, then `starter.py nodes trust n1`"
+    )
+    assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "nobody has begun to log in"
+    spec = site.spec(host)
+    key = await host_key(spec, spec.nodes[0])
+    assert (key.algorithm, key.fingerprint, key.standing, key.because) == ("ED25519", wanted, Standing.UNKNOWN, said)
+    remember(key)
+    assert site.known_hosts.read_text() == host.known_hosts
+    assert (await host_key(spec, spec.nodes[0])).standing is Standing.KNOWN
+    assert (await site.backend(host).list("n1"))["outcome"] == "done"
+
+
+async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted(site: Site) -> None:
+    host = site.host(start=False)
+    site.known_hosts.write_text("# mine\n" + host.known_hosts)
+    before = own_fingerprint(host.public_keys[0])
+    for path in (host.host_keys[0], host.host_keys[0].with_suffix(".pub")):
+        path.unlink()
+    make_key(host.host_keys[0])
+    host.start()
+    backend = site.backend(host)
+    said = await because(backend)
+    now = own_fingerprint(host.public_keys[0])
+    assert said.startswith(
+        f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): somebody may be between"
+    )
+    assert host.logins() == 0
+    with pytest.raises(NeedsPerson):
+        await backend.list("n1")
+    spec = site.spec(host)
+    with pytest.raises(ValueError, match="CHANGED"):
+        remember(await host_key(spec, spec.nodes[0]))
+    assert site.known_hosts.read_text().count("\n") == 2
+
+
+async def test_a_host_is_asked_for_the_kind_of_key_that_is_known_of_it(site: Site) -> None:
+    host = site.host(known=False, kinds=("ed25519", "ecdsa", "rsa"))
+    for line in host.known_hosts.splitlines():
+        site.known_hosts.write_text(line + "\n")
+        assert (await site.backend(host).list("n1"))["outcome"] == "done"
+
+
+async def test_a_revoked_key_is_refused_and_a_hashed_name_is_found(site: Site) -> None:
+    host = site.host(known=False)
+    kind, blob = host.public_keys[0].split()[:2]
+    hashed = line_for(host.address, host.port, kind, base64.b64decode(blob), hashed=True)
+    assert host.address not in hashed
+    site.know(f"not a line\n{hashed}\n")
+    assert (await site.backend(host).list("n1"))["outcome"] == "done"
+    site.know(f"@revoked * {kind} {blob}\n")
+    assert f"is revoked by {site.known_hosts}:3" in await because(site.backend(host))
+    assert fingerprint(base64.b64decode(blob)) == own_fingerprint(host.public_keys[0])
+
+
+async def test_a_login_that_is_refused_names_the_user_and_what_was_offered(site: Site) -> None:
+    host = site.host()
+    other = make_key(site.folder / "other")
+    said = await because(site.backend(host, {"key": str(other)}))
+    offered = f"{other} (ED25519 {own_fingerprint(other.with_suffix('.pub').read_text())})"
+    assert said == f"the login of {host.user} was refused: offered {offered}"
+    with pytest.raises(NeedsPerson):
+        await site.backend(host, user="nobody-here").list("n1")
+
+
+async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:
+    host = site.host(PubkeyAuthentication="no", PasswordAuthentication="yes")
+    assert (await because(site.backend(host))).endswith("; it takes password")
+
+
+# --- what does not answer -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
+    assert "the name 'no-such-node.invalid' does not resolve: " in await because(site.backend(None, address="no-such-node.invalid"))
+
+
+async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_for_a_moment(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_backend, "BACKOFF", (1.0, 1.0))
+    host = site.host(start=False)
+    backend = site.backend(host)
+    said = await because(backend)
+    assert said == f"{host.address}:{host.port} refused the connection: nothing listens there"
+    host.start()
+    assert await because(backend) == said, "not tried again yet"
+    assert host.log.read_text().count("Connection from") == 0
+    assert (await reached(lambda: backend.list("n1")))["outcome"] == "done"
+    assert host.logins() == 1
+
+
+async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TCP", 0.5)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        callers = []
+        for _ in range(4):  # until its backlog is full, and it answers to nobody
+            callers.append(socket.socket())
+            callers[-1].setblocking(False)
+            callers[-1].connect_ex(full.getsockname())
+        port = full.getsockname()[1]
+        said = await because(site.backend(None, address="127.0.0.1", port=port))
+        for caller in callers:
+            caller.close()
+    assert said == f"127.0.0.1:{port} gave no answer to TCP within 0.5 s"
+
+
+async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BANNER", 0.5)
+    host = site.host()
+    host.signal(signal.SIGSTOP)
+    assert "answers to TCP but says nothing: its sshd hangs" in await because(site.backend(host))
+    host.signal(signal.SIGCONT)
+
+
+async def test_a_server_that_turns_logins_away_is_said_to_close_the_connection(site: Site) -> None:
+    host = site.host(MaxStartups="1:100:1", LoginGraceTime="60")
+    with socket.create_connection((host.address, host.port)) as first:
+        assert first.recv(4) == b"SSH-"
+        said = await because(site.backend(host))
+    assert said.startswith(f"{host.address}:{host.port} closed the connection before it said who it is: too many logins at once")
+
+
+async def test_what_listens_and_is_no_ssh_server_is_said_to_be_none(site: Site) -> None:
+    with listener(lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 101)) as (address, port):
+        assert await because(site.backend(None, address=address, port=port)) == f"what listens at {address}:{port} is no SSH server"
+
+
+async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
+    host = site.host(MaxSessions="0")
+    assert f"{host.user} is logged in, and may run no command" in await because(site.backend(host))
+
+
+async def test_an_account_without_a_shell_is_told_with_its_words(site: Site) -> None:
+    host = site.host(ForceCommand="echo This account is currently not available.; exit 1")
+    said = await because(site.backend(host))
+    assert said == "the agent could not be started: `python3` ended with 1: This account is currently not available."
+
+
+async def test_a_node_without_python_is_said_to_have_none(site: Site) -> None:
+    said = await because(site.backend(site.host(), {"python": "python3.99"}))
+    assert said.startswith(
+        "the agent could not be started: `python3.99` ended with 127, which is how a shell says that there is no python3.99"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.7.18", "3.6.15", "3.7.16"])
+async def test_a_python_that_is_too_old_is_named_with_its_version(site: Site, version: str) -> None:
+    python = Path(f"~/.pyenv/versions/{version}/bin/python").expanduser()
+    if not python.exists():
+        pytest.skip(f"no Python {version} here")
+    said = await because(site.backend(site.host(), {"python": str(python)}))
+    assert said == f"the agent could not be started: its Python is {version}; expected 3.8 or newer"
+
+
+async def test_the_oldest_python_that_is_supported_starts_the_agent(site: Site) -> None:
+    python = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
+    if not python.exists():
+        pytest.skip("no Python 3.8 here")
+    assert (await site.backend(site.host(), {"python": str(python)}).list("n1"))["outcome"] == "done"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+async def test_a_full_disk_is_said_to_be_full_and_leaves_nothing_behind(site: Site) -> None:
+    host = site.host()
+    host.state.mkdir(mode=0o700)
+    try:
+        run("mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(host.state))
+    except subprocess.CalledProcessError:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        said = await because(site.backend(host))
+        assert said.startswith(f"the agent could not be started: {host.state}/agents/") and said.endswith("No space left on device")
+        assert list((host.state / "agents").iterdir()) == []
+    finally:
+        run("umount", str(host.state))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+async def test_a_folder_of_somebody_else_is_refused(site: Site) -> None:
+    host = site.host()
+    host.state.mkdir()
+    os.chown(host.state, 65534, 65534)
+    said = await because(site.backend(host))
+    assert said == f"the agent could not be started: the folder {host.state} belongs to uid 65534; expected uid 0"
+    os.chown(host.state, 0, 0)
+
+
+# --- jump hosts ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> None:
+    first, second, host = site.host(), site.host(), site.host()
+    way = f"{first.user}@{first.address}:{first.port},{second.address}:{second.port}"
+    backend = site.backend(host, {"proxy_jump": way})
+    assert (await backend.list("n1"))["outcome"] == "done"
+    assert [one.logins() for one in (first, second, host)] == [1, 1, 1]
+    assert f"Connection from {second.address}" in host.log.read_text() or "Connection from 127.0.0.1" in host.log.read_text()
+    key = await host_key(spec := site.spec(host, {"proxy_jump": way}), spec.nodes[0])
+    assert key.standing is Standing.KNOWN
+
+
+async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_reach(site: Site) -> None:
+    jump, host = site.host(known=False), site.host(start=False)
+    way = f"{jump.address}:{jump.port}"
+    said = await because(site.backend(host, {"proxy_jump": way}))
+    assert said.startswith(f"the jump host {jump.address} failed: its host key (ED25519 ")
+    assert said.endswith(f"then `ssh {jump.address}`")
+    site.know(jump.known_hosts)
+    assert (await because(site.backend(host, {"proxy_jump": way}))).startswith(f"the jump host cannot reach {host.address}:{host.port}: ")
+    jump.kill()
+    said = await because(site.backend(host, {"proxy_jump": way}))
+    assert said == f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the connection: nothing listens there"
+
+
+# --- what is wrong before anything is tried -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "named"),
+    [
+        ({"known_hosts": "/no/such/file"}, "", "ssh: known_hosts: /no/such/file is not there: expected a file"),
+        ({"key": "/no/such/key"}, "", "ssh: key: /no/such/key is not there: expected a file"),
+        ({"config": "/no/such/config"}, "", "ssh: config: /no/such/config is not there: expected a file"),
+        ({}, "Host *\n  ProxyCommand nc %h %p\n", "has a ProxyCommand for 127.0.0.1, which is not supported: expected ProxyJump"),
+        ({}, "Host *\n  Port many\n", "has port 'many' for 127.0.0.1: expected a number up to 65535"),
+        ({}, "Host *\n  ProxyJump a\nHost a\n  ProxyJump 127.0.0.1\n", "leads over more than 8 hosts"),
+    ],
+)
+async def test_what_the_fleet_file_names_is_looked_at_when_it_is_read(site: Site, options: dict[str, str], config: str, named: str) -> None:
+    site.config.write_text(config)
+    with pytest.raises(ConfigError) as refused:
+        SshBackend(site.spec(None, options, address="127.0.0.1"), site.agent)
+    assert named in str(refused.value)

@@ -1,0 +1,153 @@
+"""A node that sends nonsense, sends without end or takes nothing: one sentence, that node's session closed, and nobody else waits.
+
+The servers are real; what answers on them is a double of the node's python3, which says what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+
+import pytest
+
+from backends.base import Unreachable
+from backends.ssh import backend as ssh_backend
+from backends.ssh import channel as ssh_channel
+from backends.ssh.backend import SshBackend
+from tests.backends.ssh_site import Site, agent, because, python_double, site
+
+__all__ = ["agent", "site"]
+pytestmark = pytest.mark.asyncio
+
+HAVE = 'import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\nsay(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
+HELLO = HAVE + 'say(b\'{"session": {"protocol": 1}}\\n\')\n'
+FOR_EVER = "while True:\n    say(data)\n"
+LONGEST_PAUSE = 1.0
+"""Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops it for good."""
+MOST_MEMORY = 200 * 1024
+"""KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings that in a second."""
+
+
+async def while_others_go_on(asking: SshBackend) -> str:
+    """Ask, and see to it that the loop goes on and memory stays bounded meanwhile. Return why no answer came."""
+    pauses = []
+
+    async def tick() -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            pauses.append(time.monotonic() - began)
+
+    ticking = asyncio.create_task(tick())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        async with asyncio.timeout(30):
+            return await because(asking)
+    finally:
+        ticking.cancel()
+        assert max(pauses, default=0.0) < LONGEST_PAUSE
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        pytest.param(
+            'import os, sys\nsay = lambda text: os.write(1, text)\ndata = b"garbage\\n" * 1000\n' + FOR_EVER,
+            "the agent could not be started: the login shell printed more than 65536 bytes first: ",
+            id="garbage without end",
+        ),
+        pytest.param(
+            'import os, sys\nsay = lambda text: os.write(1, text)\ndata = b"x" * 65536\n' + FOR_EVER,
+            "the agent could not be started: ",
+            id="a line without end instead of an agent",
+        ),
+        pytest.param(HAVE + 'say(b"hello?\\n")\n', "the agent could not be started: b'hello?\\n'", id="no greeting"),
+        pytest.param(HAVE + 'say(b"[" * 100000 + b"\\n")\n', "the agent could not be started: ", id="a greeting that is deep"),
+        pytest.param(
+            HAVE + 'say(b\'{"outcome": "refused", "because": "its state is broken"}\\n\')\n',
+            "the agent could not be started: its state is broken",
+            id="an agent that refuses",
+        ),
+        pytest.param(
+            HELLO + 'sys.stdin.readline()\nsay(b"what?\\n")\ntime.sleep(600)\n',
+            "the agent said b'what?\\n', expected a JSON object with an id (during list)",
+            id="no JSON",
+        ),
+        pytest.param(
+            HELLO + 'say(b\'{"id": 77, "line": {}}\\n\')\ntime.sleep(600)\n',
+            "the agent answered order '77', which nobody gave",
+            id="an answer that nobody asked for",
+        ),
+        pytest.param(
+            HELLO + 'sys.stdin.readline()\nsay(b\'{"id": 1, "li\')\n',
+            'the agent said b\'{"id": 1, "li\', expected a JSON object with an id (during list)',
+            id="it ends in the middle of a line",
+        ),
+        pytest.param(
+            HELLO + 'sys.stdin.readline()\ndata = b"x" * 65536\n' + FOR_EVER,
+            "the agent said a line of more than 8388608 bytes (during list)",
+            id="a line without end",
+        ),
+        pytest.param(
+            HELLO + 'sys.stdin.readline()\ndata = b\'{"id": 1, "line": {"a": 1}}\\n\' * 2000\n' + FOR_EVER,
+            "no answer to list within",
+            id="an answer without end",
+        ),
+    ],
+)
+async def test_what_a_node_says_instead_of_answering_is_one_sentence(site: Site, program: str, said: str) -> None:
+    host = site.host(start=False)
+    python_double(host, program)
+    host.start()
+    backend = site.backend(host, answer_within=3.0)
+    assert (await while_others_go_on(backend)).startswith(said)
+
+
+async def test_a_node_that_takes_no_orders_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_channel, "TAKEN_WITHIN", 0.5)
+    host = site.host(start=False)
+    python_double(host, HELLO + "time.sleep(600)\n")
+    host.start()
+    backend = site.backend(host, answer_within=20.0)
+    with pytest.raises(Unreachable, match=r"the node (has taken nothing for 0\.5 s|takes no orders)"):
+        # More than the window of its channel: what does not fit waits here, and not for ever.
+        await backend.reboot("n1", "r1", "b1", "x" * 6 * 1024 * 1024)
+
+
+async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_backend, "BACKOFF", (60.0, 60.0))
+    monkeypatch.setattr(ssh_backend, "SHORT_LIFE", 60.0)
+    host = site.host(start=False)
+    python_double(host, HELLO + "sys.stdin.readline(); sys.exit(3)\n")
+    host.start()
+    backend = site.backend(host)
+    assert await because(backend) == "the agent's session has ended with 3 (during list)"
+    for _ in range(3):
+        assert await because(backend) == "the agent's session has ended with 3"
+    assert host.logins() == 1
+
+
+async def test_lines_for_commands_that_are_over_end_a_session_when_they_do_not_end(site: Site) -> None:
+    host = site.host(start=False)
+    answer = 'say(b\'{"id": 1, "line": {"outcome": "done"}}\\n{"id": 1, "exit": 0}\\n\')\n'
+    flood = 'data = b\'{"id": 1, "line": {"a": 1}}\\n\' * 2000\n' + FOR_EVER
+    python_double(host, HELLO + "sys.stdin.readline()\n" + answer + "sys.stdin.readline()\n" + flood)
+    host.start()
+    backend = site.backend(host)
+    assert (await backend.list("n1"))["outcome"] == "done"
+    assert (await while_others_go_on(backend)).startswith("the agent said 10000 lines that nobody waits for")
+
+
+async def test_a_hostile_node_is_in_nobody_elses_way(site: Site) -> None:
+    bad, good = site.host(start=False), site.host()
+    python_double(bad, HELLO + 'sys.stdin.readline()\ndata = b"x" * 65536\n' + FOR_EVER)
+    bad.start()
+    hostile, honest = site.backend(bad), site.backend(good)
+    await honest.list("n1")
+    asking = asyncio.create_task(because(hostile))
+    while not asking.done():
+        async with asyncio.timeout(5):
+            assert (await honest.list("n1"))["outcome"] == "done"
+    assert "more than 8388608 bytes" in await asking
