@@ -28,7 +28,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from activities.job import AT_ONCE
 from activities.stopping import StopRanksInput, beating, stop_everywhere
-from backends.base import Backend, BackendError, Fleets
+from backends.base import Backend, BackendError, Fleets, identity
 from recovery.fleet.memory import memory
 from recovery.fleet.model import Applied, FleetState, Living, NodeLook, Remembered
 from recovery.model import Token
@@ -164,9 +164,9 @@ class FleetActivities:
         async with beating() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
             listed = await _list(backend, self._known(input.fleet, input.nodes))
-        namespace = self._client.namespace
+        mine = identity(self._client.namespace, input.fleet)
         gone = f"fleet file {input.fleet} of this worker does not name it"
-        return tuple(_look(node, listed.get(node, gone), namespace) for node in input.nodes)
+        return tuple(_look(node, listed.get(node, gone), mine) for node in input.nodes)
 
     @activity.defn
     async def find_jobs(self, fleet: str) -> tuple[str, ...]:
@@ -216,14 +216,20 @@ class FleetActivities:
         """Try once to stop the submission on nodes; return those on which it is proven gone."""
         listed = await _list(backend, self._known(input.fleet, nodes))
         answering = tuple(node for node, found in listed.items() if not isinstance(found, str))
-        mine = (self._client.namespace, input.job)
-        tokens = [token for found in listed.values() if not isinstance(found, str) for token in _tokens(found, mine)]
-        highest = max((token for token in tokens if token.submission <= input.submission), default=None)
-        if highest is None:
-            # Nothing was ever prepared there. A launcher that is left over starts nothing: the server no longer acknowledges it.
-            return list(answering)
-        order = StopRanksInput(highest, input.fleet, answering, Timeouts(), len(input.nodes), fences=False, once=True)
-        return list((await stop_everywhere(backend, order)).nodes)
+        mine, own = (self._client.namespace, input.job), identity(self._client.namespace, input.fleet)
+        known = {node: _tokens(found, mine, own) for node, found in listed.items() if not isinstance(found, str)}
+        # Where another fleet has launched this job, too, only what is below that may be stopped.
+        shared = tuple(node for node in answering if _has_others(listed[node], mine, own))
+        clean: list[str] = []
+        for together in (tuple(node for node in answering if node not in shared), *((node,) for node in shared)):
+            tokens = [token for node in together for token in known[node] if token.submission <= input.submission]
+            if not tokens:
+                # Nothing was ever prepared there. A launcher that is left over starts nothing: the server no longer acknowledges it.
+                clean += together
+                continue
+            order = StopRanksInput(max(tokens), input.fleet, together, Timeouts(), len(input.nodes), fences=False, once=True)
+            clean += (await stop_everywhere(backend, order)).nodes
+        return clean
 
     @activity.defn
     async def tell_fleet(self, input: TellFleetInput) -> None:
@@ -308,31 +314,53 @@ async def _list(backend: Backend, nodes: Sequence[str]) -> dict[str, Mapping[str
     return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
 
 
-def _look(node: str, listed: Mapping[str, Any] | str, namespace: str) -> NodeLook:
+def _look(node: str, listed: Mapping[str, Any] | str, mine: str) -> NodeLook:
     if isinstance(listed, str):
         return NodeLook(node, silent=listed or "no answer")
-    living = {
-        (job["namespace"], Living(job["job"], generation["submission"], generation["generation"])): None
-        for job in listed.get("jobs", ())
-        for generation in job.get("generations", ())
-        if any(rank.get("alive") for rank in generation.get("ranks", ()))
-    }
+    ours: dict[Living, None] = {}
+    others: dict[str, None] = {}
+    for job in listed.get("jobs", ()):
+        for generation in job.get("generations", ()):
+            if not any(rank.get("alive") for rank in generation.get("ranks", ())):
+                continue
+            # What another fleet runs there is not this one's to stop, and still in everybody's way.
+            if job["namespace"] != mine.rpartition("/")[0]:
+                others[f"job {job['job']} of namespace {job['namespace']} runs on it"] = None
+            elif _is_others(generation, mine):
+                others[f"ranks of job {job['job']} of fleet {str(generation['fleet']).rpartition('/')[2]} live on it"] = None
+            else:
+                ours[Living(job["job"], generation["submission"], generation["generation"])] = None
     held = listed.get("held")
     by = f"{held.get('by', 'somebody')} ({held.get('id', 'unknown')}) works on it" if held is not None else ""
-    # What another namespace runs there is not this fleet's to stop, and still in everybody's way.
-    others = next((f"job {one.job} of namespace {other} runs on it" for other, one in living if other != namespace), "")
-    ours = sorted((one for other, one in living if other == namespace), key=lambda one: (one.job, one.submission, one.generation))
-    return NodeLook(node, boot_id=str(listed.get("boot_id") or ""), held=by or others, living=tuple(ours))
+    living = sorted(ours, key=lambda one: (one.job, one.submission, one.generation))
+    return NodeLook(node, boot_id=str(listed.get("boot_id") or ""), held=by or next(iter(others), ""), living=tuple(living))
 
 
-def _tokens(listed: Mapping[str, Any], mine: tuple[str, str]) -> list[Token]:
-    """Every launch of a job that a node knows of, also what was only prepared."""
+def _is_others(generation: Mapping[str, Any], mine: str) -> bool:
+    """Whether another fleet has launched it. What says nothing was launched before fleets were told, and is whose job it is."""
+    return generation.get("fleet") not in (None, "", mine)
+
+
+def _has_others(listed: Mapping[str, Any] | str, mine: tuple[str, str], fleet: str) -> bool:
+    if isinstance(listed, str):
+        return False
+    jobs = [job for job in listed.get("jobs", ()) if (job.get("namespace"), job.get("job")) == mine]
+    return any(_is_others(one, fleet) for job in jobs for one in job.get("generations", ()))
+
+
+def _tokens(listed: Mapping[str, Any], mine: tuple[str, str], fleet: str) -> list[Token]:
+    """Every launch of a job by this fleet that a node knows of, also what was only prepared."""
     found: list[Token] = []
     for job in listed.get("jobs", ()):
         if (job.get("namespace"), job.get("job")) != mine:
             continue
-        numbers = [(one["submission"], one["generation"]) for one in job.get("generations", ())]
+        generations = job.get("generations", ())
+        others = [(one["submission"], one["generation"]) for one in generations if _is_others(one, fleet)]
+        numbers = [(one["submission"], one["generation"]) for one in generations]
         if job.get("prepared"):
             numbers.append((job["prepared"][0], job["prepared"][1]))
+        if others:
+            # To stop a generation is to stop all below it.
+            numbers = [one for one in numbers if one < min(others)]
         found += [Token(*mine, submission, generation) for submission, generation in numbers]
     return found

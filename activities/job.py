@@ -26,6 +26,7 @@ from backends.base import (
     ProtocolError,
     Refused,
     StartOrder,
+    identity,
 )
 from recovery.events import NodeRefusal
 from recovery.fencing import peers_of
@@ -161,19 +162,20 @@ class JobActivities:
         orders = {
             slot.node: PrepareOrder(
                 token=input.token,
-                address=slot.address,
+                address=_address(backend, slot),
                 ranks=ranks_of(input.first_group_rank + index, input.spec),
                 lease=timeouts.lease.total_seconds(),
                 fence_after=timeouts.fence_after.total_seconds(),
                 stop_grace=timeouts.stop_grace.total_seconds(),
                 valid_for=timeouts.valid_for.total_seconds(),
                 heartbeat=timeouts.heartbeat.total_seconds(),
+                fleet=identity(input.token.namespace, input.spec.fleet),
             )
             for index, slot in enumerate(input.slots)
         }
         answers = await _on_all([slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
         return tuple(
-            PreparedNode(slot.node, slot.address, answer.master_port, answer.peer_port, answer.stamp, answer.nonce)
+            PreparedNode(slot.node, _address(backend, slot), answer.master_port, answer.peer_port, answer.stamp, answer.nonce)
             for slot, answer in zip(input.slots, answers, strict=True)
             if isinstance(answer, Prepared)
         )
@@ -182,7 +184,7 @@ class JobActivities:
         spec = input.spec
         gang = input.gang or gang_of(prepared)
         stamps = {node.node: node.stamp for node in prepared}
-        environment = {**common_environment(input.token, spec, input.max_restarts, *gang.master), **_secrets(spec)}
+        environment = {**common_environment(input.token, spec, len(gang.members), input.max_restarts, *gang.master), **_secrets(spec)}
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
@@ -248,6 +250,14 @@ async def _on_all(nodes: Sequence[str], call: Callable[[str], Awaitable[Answer |
     if silent := [r for r in results if isinstance(r, BackendError)]:
         raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
     return [r for r in results if not isinstance(r, Refused | BackendError)]
+
+
+def _address(backend: Backend, slot: Slot) -> str:
+    """Where the other ranks find a node: on the network that it is on for that, if it is on one, and else where we do."""
+    try:
+        return backend.node(slot.node).network or slot.address
+    except KeyError:  # it is in the fleet file no more, and the backend says so when it is asked for anything
+        return slot.address
 
 
 def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRanksOutput:

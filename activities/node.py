@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -11,8 +12,9 @@ from typing import Any, Literal
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.power import cycle_power
 from activities.stopping import beating
-from backends.base import Backend, BackendError, Fleets, Refused
+from backends.base import Backend, BackendError, Fleets, Refused, identity
 from recovery.catalog import catalog
 from recovery.health import Health, read_health
 from recovery.model import ExaminedNode
@@ -44,6 +46,8 @@ class NodeTerms:
     gpus: int
     unknown: str = ""
     """Why there is no such node here; empty: there is."""
+    power: bool = False
+    """It has a command that cycles the node's power."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class RepairOrder:
     node: str
     id: str
     verb: str
-    """probe, diagnose, reset-gpus or reboot."""
+    """probe, diagnose, reset-gpus, reboot or power-cycle."""
     within: timedelta
     boot_id: str = ""
     gpus: tuple[str, ...] = ()
@@ -107,7 +111,8 @@ class NodeActivities:
             return NodeTerms("observe", 0, str(error.args[0]))
         if input.node not in {node.name for node in spec.nodes}:
             return NodeTerms("observe", 0, f"fleet {input.fleet} has no node {input.node}")
-        return NodeTerms(spec.repairs, backend.node(input.node).gpus)
+        node = backend.node(input.node)
+        return NodeTerms(spec.repairs, node.gpus, power=node.power is not None)
 
     @activity.defn
     async def order_repair(self, order: RepairOrder) -> Fact:
@@ -121,17 +126,19 @@ class NodeActivities:
 
 
 async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
-    within = order.within.total_seconds()
+    within, fleet = order.within.total_seconds(), _identity(order.fleet)
     answer: Mapping[str, Any] | Refused
     match order.verb:
         case "probe":
-            return Probed(dict(await backend.probe(order.node, within, _seconds(order.kernel_since))))
+            return Probed(await _exchange(backend, order.node, within, order.kernel_since))
         case "diagnose":
-            return Diagnosed(await _diagnose(backend, order.node, order.id, order.level, order.within))
+            return Diagnosed(await _diagnose(backend, order.node, order.id, order.level, order.within, fleet))
         case "reset-gpus":
-            answer = await backend.reset_gpus(order.node, order.id, order.boot_id, order.gpus, within)
+            answer = await backend.reset_gpus(order.node, order.id, order.boot_id, order.gpus, within, fleet)
         case "reboot":
-            answer = await backend.reboot(order.node, order.id, order.boot_id, order.because)
+            answer = await backend.reboot(order.node, order.id, order.boot_id, order.because, fleet)
+        case "power-cycle":
+            return await cycle_power(order.node, backend.node(order.node).power, within)
         case _:
             raise ValueError(f"{order.verb!r} is no step of a repair")
     if isinstance(answer, Refused):
@@ -139,7 +146,18 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
     return OrderDone(dict(answer))
 
 
-async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: timedelta) -> dict[str, Any]:
+async def _exchange(backend: Backend, node: str, within: float, kernel_since: timedelta | None) -> dict[str, Any]:
+    """Probe a node, and note when that was by the clock here: the offset of the node's is judged by it."""
+    sent = time.time()
+    answer = await backend.probe(node, within, _seconds(kernel_since))
+    return {**answer, "exchange": {"sent": sent, "received": time.time()}}
+
+
+def _identity(fleet: str) -> str:
+    return identity(activity.info().namespace, fleet)
+
+
+async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: timedelta, fleet: str) -> dict[str, Any]:
     """Run DCGM, anew where the connection broke. Where the node is still held by this very order, that one is waited for.
 
     Raises:
@@ -150,7 +168,7 @@ async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: t
     while True:
         left = max(1.0, (ends - datetime.now(UTC)).total_seconds())
         try:
-            answer = await backend.diagnose(node, id_, level, left)
+            answer = await backend.diagnose(node, id_, level, left, fleet)
         except BackendError:
             unanswered += 1
             if unanswered == PROBES or left <= 1.0:
@@ -176,7 +194,7 @@ async def _examine(backend: Backend, node: str, input: ExamineNodesInput) -> Hea
     if facts is not None and level:
         within = min(DIAGNOSE_WITHIN[level], max(timedelta(seconds=1), ends - datetime.now(UTC) - timedelta(seconds=10)))
         try:
-            diag = await _diagnose(backend, node, input.id, level, within)
+            diag = await _diagnose(backend, node, input.id, level, within, _identity(input.fleet))
         except BackendError as error:
             diag = {"refused": "no_answer", "because": error.because}
     return read_health(facts, diag, expected_gpus=expected, level=level, catalog=catalog(input.catalog), unread=unread)
@@ -188,7 +206,7 @@ async def _probe(backend: Backend, node: str, kernel_since: timedelta | None) ->
         if attempt:
             await asyncio.sleep(PROBE_AGAIN)
         try:
-            return await backend.probe(node, PROBE_WITHIN, _seconds(kernel_since)), ""
+            return await _exchange(backend, node, PROBE_WITHIN, kernel_since), ""
         except BackendError as error:
             unread = f"{node} does not answer: {error.because}"
     return None, unread

@@ -10,7 +10,7 @@ import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from agent import journal, processes, reboots, tools
 from agent.protocol import Json, Refused, now
@@ -19,6 +19,7 @@ from agent.state import Generation, JobState, read_json, write_json
 PATIENCE = 2.0
 """Seconds to wait for the hold: longer than a killed holder needs to go, shorter than any caller waits for an answer."""
 HELD = "held.json"
+LAUNCHED_LAST = "fleet.json"
 NAMED = 8
 """Pids that a sentence names."""
 
@@ -64,25 +65,30 @@ def held(state: Path) -> Optional[Json]:
         return None
     except BlockingIOError:
         known = read_json(state / HELD) or {}
-        return {"by": known.get("by", "unknown"), "id": known.get("id", ""), "since": known.get("since", now())}
+        told = {"by": known.get("by", "unknown"), "id": known.get("id", ""), "since": known.get("since", now())}
+        return {**told, "fleet": known["fleet"]} if known.get("fleet") else told
     finally:
         os.close(handle)
 
 
-def _refusal(state: Path) -> Refused:
+def _refusal(state: Path, fleet: str) -> Refused:
     holder = held(state)
     if holder is None:
         return Refused("held", "a launch is being prepared on this node")
     doing = _DOING.get(holder["by"], "this node is held")
+    other = holder.get("fleet", "")
+    if is_other(other, fleet):
+        because = f"{doing} for {_named(other, fleet)} ({holder['by']}, {holder['id']})"
+        return Refused("other_fleet", because, fleet=other, held=holder)
     return Refused("held", f"{doing} ({holder['by']}, {holder['id']})", held=holder)
 
 
 @contextmanager
-def shared(state: Path) -> Iterator[None]:
+def shared(state: Path, fleet: str = "") -> Iterator[None]:
     """Hold the node together with other launches; refuse while it is examined, repaired or about to go down."""
     handle = _locked(state, fcntl.LOCK_SH)
     if handle is None:
-        raise _refusal(state)
+        raise _refusal(state, fleet)
     try:
         going = reboots.under_way(state)
         if going is not None:
@@ -96,16 +102,16 @@ def shared(state: Path) -> Iterator[None]:
 
 
 @contextmanager
-def exclusive(state: Path, by: str, id: str) -> Iterator[List[int]]:
+def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[int]]:
     """Hold the node alone; gives the pids of an earlier holder's programs that do not die."""
     handle = _locked(state, fcntl.LOCK_EX)
     if handle is None:
-        raise _refusal(state)
+        raise _refusal(state, fleet)
     try:
         left = _clear(state)
         if not left:
             try:
-                write_json(state / HELD, {"by": by, "id": id, "pid": os.getpid(), "since": now()}, durable=False)
+                write_json(state / HELD, {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": now()}, durable=False)
             except OSError:  # it is for people and for the sweep; a full disk must not be in the way of a repair
                 pass
         yield left
@@ -172,7 +178,13 @@ def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]
             if token is not None:
                 found[token] = None
     names = ("namespace", "job", "submission", "generation")
-    return [dict(zip(names, token)) for token in found], sorted(pids)
+    return [_with_fleet(state, dict(zip(names, token))) for token in found], sorted(pids)
+
+
+def _with_fleet(state: Path, row: Json) -> Json:
+    generation = JobState(state, row["namespace"], row["job"]).generation((row["submission"], row["generation"]))
+    fleet = (generation.given or {}).get("fleet")
+    return {**row, "fleet": fleet} if fleet else row
 
 
 def _token_of(pid: int) -> Optional[Tuple[str, str, int, int]]:
@@ -214,10 +226,71 @@ def kill_pending(status: str) -> bool:
     return bool(pending & 1 << 8)
 
 
-def refuse_if_busy(state: Path, doomed_too: bool = True) -> None:
+def refuse_if_busy(state: Path, doomed_too: bool = True, fleet: str = "") -> None:
     jobs, pids = living(state, doomed_too)
     if not jobs and not pids:
         return
+    few = f" (pids {', '.join(map(str, pids[:NAMED]))})" if pids else ""
+    for each in jobs:
+        if is_other(each.get("fleet", ""), fleet):
+            raise _lives_here(each, fleet, few, jobs=jobs, pids=pids)
     names = ", ".join(f"job {each['job']} generation {each['generation']}" for each in jobs) or "something that a rank started"
-    few = ", ".join(map(str, pids[:NAMED]))
-    raise Refused("busy", f"{names} runs on this node" + (f" (pids {few})" if pids else ""), jobs=jobs, pids=pids)
+    raise Refused("busy", f"{names} runs on this node{few}", jobs=jobs, pids=pids)
+
+
+# --- one address in two fleets --------------------------------------------------------------------------------------------
+
+
+def is_other(fleet: str, mine: str) -> bool:
+    """Whether these are two fleets. Orders of before fleets were told name none, and are in nobody's way."""
+    return bool(fleet and mine and fleet != mine)
+
+
+def _named(other: str, mine: str) -> str:
+    namespace, _, name = other.rpartition("/")
+    return f"fleet {name}" if namespace == mine.rpartition("/")[0] else f"fleet {name} of namespace {namespace}"
+
+
+def _lives_here(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
+    because = f"ranks of job {row['job']} of {_named(row['fleet'], mine)} live on this node{few}"
+    return Refused("other_fleet", because, fleet=row["fleet"], **more)
+
+
+@contextmanager
+def of_one_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
+    """Let one launch at a time look who lives here and then be seen itself: of two fleets that come at once, one is the second."""
+    handle = os.open(state / "fleet.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # held for a few small reads and writes
+        refuse_other_fleet(state, fleet, but)
+        if fleet and _last(state) != fleet:
+            write_json(state / LAUNCHED_LAST, {"fleet": fleet}, durable=False)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _last(state: Path) -> str:
+    return str((read_json(state / LAUNCHED_LAST) or {}).get("fleet", ""))
+
+
+def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
+    """Refuse while ranks of another fleet live here, or may yet be started.
+
+    Args:
+        state: The node's.
+        fleet: Whose launch this is.
+        but: The folder of its own job, whose earlier submission may have been another fleet's: that one is stopped in any case.
+    """
+    # While that was the last one to launch here, nobody else's ranks can live here: a look at all jobs of a year would delay each launch.
+    if not fleet or _last(state) == fleet:
+        return
+    folder = state / "jobs"
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        highest = read_json(entry / "highest.json")
+        if highest is None or entry == but:
+            continue
+        for generation in JobState(state, highest["namespace"], highest["job"]).generations()[-1:]:
+            other = (generation.given or {}).get("fleet", "")
+            if is_other(other, fleet) and (_may_run(generation) or any(processes.lives(*rank) for rank in generation.groups.items())):
+                raise _lives_here({"job": highest["job"], "fleet": other}, fleet)

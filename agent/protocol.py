@@ -148,6 +148,10 @@ class Fields:
                 bad(self.within + name, value, "a list of texts without NUL")
         return values
 
+    def fleet(self) -> str:
+        """Whose order it is, as <namespace>/<fleet>; empty: a controller of before that was told."""
+        return self.text("fleet") if self.order.get("fleet") else ""
+
     def token(self) -> Token:
         inner = Fields(self.get("token", "an object"), "token.")
         names = [inner.text("namespace"), inner.text("job")]

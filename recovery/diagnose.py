@@ -38,6 +38,7 @@ REFUSAL_CAUSES = {
     "stuck": Cause.NODE_FAULT,
     "held": Cause.PLATFORM,
     "rebooting": Cause.PLATFORM,
+    "other_fleet": Cause.PLATFORM,
 }
 """What an agent's refusal says about the world; any other word is between the controller and the agent: PLATFORM."""
 

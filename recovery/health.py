@@ -15,7 +15,7 @@ from recovery.catalog import Catalog
 from recovery.causes import HARDWARE_CAUSES, Cause
 from recovery.dcgm import Examination, read_diag
 from recovery.evidence import Finding, Role, Verdict
-from recovery.facts import MOST, count, fields, moment, text, unreadable
+from recovery.facts import LATEST, MOST, count, fields, moment, text, unreadable
 from recovery.kernel_log import read_kernel_log
 from recovery.nvml import bus_id, read_gpus
 
@@ -35,6 +35,10 @@ MIN_FREE = 1 << 20
 """Bytes on the disk of the agent's state: what one launch writes there (orders, journals, exit codes) no longer fits into less."""
 MIN_MEMORY = 0.01
 """Of the memory; with less available, the kernel is about to kill something."""
+CLOCK_SHOWN, CLOCK_NAMED = 5.0, 60.0
+"""Seconds that a node's clock may be off, for certain, before that is among its findings, and before it is named beside its verdict. It is
+never a verdict: relaunch's own rules count on each node's CLOCK_BOOTTIME. Seconds mix up the logs of two nodes; minutes break certificates,
+tokens and Kerberos, which refuses at five (RFC 4120)."""
 
 _ROLES = tuple(Role)
 _BOOT_ID = re.compile(r"[!-~]{1,128}")
@@ -74,6 +78,8 @@ class Health:
     """Id of the examination or repair that holds the node now; it is among `busy`, too."""
     clock: datetime | None = None
     """The node's own."""
+    uptime: float | None = None
+    """Seconds that this boot has lasted, by the node's CLOCK_BOOTTIME; None: not read."""
     working: int | None = None
     """GPUs that NVML reads; None: it could not be asked."""
     seen: tuple[str, ...] = ()
@@ -153,7 +159,7 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
     if not isinstance(boot_id, str) or not _BOOT_ID.fullmatch(boot_id):
         boot_id = ""
         unread.append(f"boot id: {unreadable(facts.get('boot_id'))}")
-    for read in (_disks, _memory, _kernel):
+    for read in (_disks, _memory, _kernel, _clock):
         found, missing = read(facts, catalog)
         findings += found
         unread += missing
@@ -175,6 +181,7 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
         journal_unread=f"its journal of reboots: {unreadable(facts.get('reboots'))}" if reboots is None else "",
         held=text(held.get("id"), LONGEST_ID) if isinstance(held, Mapping) else "",
         clock=moment(facts.get("wall")),
+        uptime=_seconds(facts.get("stamp")),
         working=gpus.working,
         seen=gpus.seen,
         examined=tuple(examined),
@@ -229,6 +236,34 @@ def _kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], 
         words = f"its kernel log cannot be read: {unreadable(log if fields(log) is None else lines)}"
         findings.append(Finding("node", "kernel log unreadable", Role.INFORMATION, words))
     return findings, []
+
+
+def clock_offset(facts: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds that the node's clock is ahead of the controller's, and within how many, as RFC 5905 (section 8) tells it: half of the round
+    trip."""
+    exchange = facts.get("exchange")
+    sent, received = (_seconds(exchange.get(name)) for name in ("sent", "received")) if isinstance(exchange, Mapping) else (None, None)
+    arrived, answered = _seconds(facts.get("wall")), _seconds(facts.get("answered"))
+    answered = arrived if answered is None else answered
+    if sent is None or received is None or arrived is None or answered is None:
+        return None
+    return ((arrived - sent) + (answered - received)) / 2, max(0.0, (received - sent) - (answered - arrived)) / 2
+
+
+def _clock(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+    known = clock_offset(facts)
+    if known is None:
+        return [], []
+    offset, within = known
+    if abs(offset) - within <= CLOCK_SHOWN:
+        return [], []
+    words = f"its clock is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'} (±{within:.1f} s)"
+    role = Role.SYMPTOM if abs(offset) - within > CLOCK_NAMED else Role.INFORMATION
+    return [Finding("node", "clock", role, words)], []
+
+
+def _seconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST else None
 
 
 def _encodable(line: str) -> str:

@@ -14,10 +14,13 @@ from typing import Any, assert_never
 from recovery.catalog import Catalog
 from recovery.evidence import Verdict
 from recovery.facts import last_line, text
-from recovery.health import LONGEST_ID, Health, read_health, with_diag
+from recovery.health import LONGEST_ID, Health, read_health
 from recovery.nvml import bus_id
 from recovery.policy import Strategy
+from recovery.repair_examined import LOOK_AGAIN, diagnosed, examined, not_diagnosed
 from recovery.repair_guard import against
+from recovery.repair_power import POWER_WITHIN, has_booted, instead, is_overdue, is_silent, may_follow, with_time_to_prove
+from recovery.repair_record import again, ended, noted, with_health
 from recovery.repair_state import (
     Answered,
     AskPerson,
@@ -31,8 +34,8 @@ from recovery.repair_state import (
     NoAnswer,
     OrderDone,
     OrderRefused,
-    Outcome,
     Permitted,
+    PowerCycle,
     Probe,
     Probed,
     Reboot,
@@ -42,9 +45,8 @@ from recovery.repair_state import (
     Slept,
     Stage,
     Step,
-    StepRecord,
 )
-from recovery.repair_words import done_to, order_of, overdue, question, verb_of
+from recovery.repair_words import done_to, order_of, overdue, power_failed, question, verb_of
 
 __all__ = [
     "Answered",
@@ -60,6 +62,7 @@ __all__ = [
     "OrderDone",
     "OrderRefused",
     "Permitted",
+    "PowerCycle",
     "Probe",
     "Probed",
     "Reboot",
@@ -74,10 +77,6 @@ __all__ = [
     "next_step",
 ]
 
-LOOK_AGAIN = timedelta(seconds=5)
-DRIVER_AGAIN = timedelta(seconds=10)
-DRIVER_WITHIN = timedelta(minutes=3)
-"""After a boot: agents answer before the driver has found eight GPUs."""
 ARRIVES_WITHIN = timedelta(seconds=60)
 """A node writes an order to reboot into its journal within seconds: one that answers a minute later without such an entry never got it."""
 PROBE_WITHIN = timedelta(seconds=20)
@@ -85,9 +84,6 @@ PROBE_WITHIN = timedelta(seconds=20)
 RESET_WITHIN = timedelta(minutes=2)
 """nvidia-smi takes some seconds for each of eight GPUs."""
 MAX_ORDERS = 2
-MAX_EXAMINATIONS = 2
-KEPT_RECORDS = 60
-KEPT_FINDINGS = 16
 
 
 def begin(
@@ -103,12 +99,32 @@ def begin(
     now: datetime,
     deadline: datetime | None = None,
     approved_by: str = "",
+    power: bool = False,
+    boot_id: str = "",
 ) -> RepairState:
+    """Begin.
+
+    Args:
+        power: cycle the power without asking the node to reboot before.
+        boot_id: the boot that is to end, where it is known and the node may not tell it any more.
+    """
     if not strategy.repairs:
         raise ValueError(f"{strategy} repairs no node: expected RESET_GPU or REBOOT_NODE")
-    ends = now + rules.repair_within if deadline is None else deadline
-    names = tuple(text(gpu, 40) for gpu in gpus)
-    return RepairState(id, fleet, node, strategy, names, text(because), text(by, 80), rules, now, ends, approved_by=text(approved_by, 80))
+    return RepairState(
+        id,
+        fleet,
+        node,
+        strategy,
+        tuple(text(gpu, 40) for gpu in gpus),
+        text(because),
+        text(by, 80),
+        rules,
+        now,
+        now + rules.repair_within if deadline is None else deadline,
+        boot_id=boot_id,
+        approved_by=text(approved_by, 80),
+        power=power,
+    )
 
 
 def next_step(state: RepairState, now: datetime) -> Step:
@@ -138,6 +154,8 @@ def next_step(state: RepairState, now: datetime) -> Step:
             because = state.because + (f" (approved by {state.approved_by})" if state.approved_by else "")
             if state.strategy is Strategy.RESET_GPU:
                 return ResetGpus(state.boot_id, state.gpus, min(RESET_WITHIN, left), because)
+            if state.power:
+                return PowerCycle(min(POWER_WITHIN, left), because)
             return Reboot(state.boot_id, because)
         case _:
             assert_never(state.stage)
@@ -154,8 +172,9 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
         case CancelAsked():
             # It may have come while an order was on its way: `next_step` obeys it, once all that is known was learned.
             because = text(fact.because) or "no reason given"
-            again = state.stage is Stage.ORDERING and state.attempts > 0
-            return _noted(replace(state, cancelled=because, stage=Stage.PROVING if again else state.stage), now, fact.kind, because)
+            if state.attempts and state.stage in (Stage.LOOKING, Stage.ASKING, Stage.ORDERING):
+                state = replace(state, stage=Stage.PROVING, ask_until=None)
+            return noted(replace(state, cancelled=because), now, fact.kind, because)
         case DeadlinePassed() if state.stage is Stage.ASKING or now >= state.deadline:
             return _out_of_time(state, now)
         case Answered() if state.stage is Stage.ASKING:
@@ -165,15 +184,15 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
         case Probed() if state.stage in (Stage.LOOKING, Stage.PROVING, Stage.EXAMINING):
             return _probed(state, fact, catalog, now)
         case NoAnswer() if state.stage is Stage.DIAGNOSING:
-            return _not_diagnosed(state, text(fact.because), now)
+            return not_diagnosed(state, text(fact.because), now)
         case NoAnswer() if state.stage is not Stage.ASKING:
             return _silent(state, text(fact.because) or "no reason given", now)
         case Diagnosed() if state.stage is Stage.DIAGNOSING:
-            return _diagnosed(state, fact.answer, catalog, now)
+            return diagnosed(state, fact.answer, catalog, now)
         case OrderRefused() if state.stage is Stage.DIAGNOSING:
-            return _diagnosed(state, {"refused": fact.why, "because": fact.because}, catalog, now)
+            return diagnosed(state, {"refused": fact.why, "because": fact.because}, catalog, now)
         case OrderDone() if ordered and fact.answer.get("outcome") != "done":
-            return _silent(state, f"what {state.node} answered to the order cannot be read", now)
+            return _silent(state, f"what {state.node} answered to the order cannot be read", now, unseen=False)
         case OrderDone() if ordered:
             return _done(_sent(state, now), fact.answer, now)
         case OrderRefused() if ordered:
@@ -190,34 +209,40 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
 def _probed(state: RepairState, fact: Probed, catalog: Catalog, now: datetime) -> RepairState:
     health = read_health(fact.facts, None, expected_gpus=state.rules.expected_gpus, level=state.rules.level, catalog=catalog)
     if not health.boot_id:
-        return _silent(state, f"its answer cannot be read: {health.because}", now)
-    state = replace(_noted(_with(state, health), now, fact.kind, health.because), silent="")
+        return _silent(state, f"its answer cannot be read: {health.because}", now, unseen=False)
+    if state.power and state.stage is Stage.PROVING and not state.boot_id and not has_booted(state, health, now):
+        state = replace(state, boot_id=health.boot_id)  # the boot that was to end and goes on
+    state = replace(noted(with_health(state, health), now, fact.kind, health.because), silent="", unseen_since=None)
     if health.held and health.held == text(state.id, LONGEST_ID):
         # What was ordered earlier for this repair is still at work there, and its answer was lost.
-        return _again(state, LOOK_AGAIN, now, f"what was ordered for this repair is still at work on {state.node}")
+        return again(state, LOOK_AGAIN, now, f"what was ordered for this repair is still at work on {state.node}")
     if state.stage is Stage.LOOKING:
         return _looked(state, health, now)
     if state.stage is Stage.PROVING:
         return _proven(state, health, now)
-    return _examined(state, health, now)
+    return examined(state, health, now)
 
 
 def _looked(state: RepairState, health: Health, now: datetime) -> RepairState:
     mine = next((one for one in health.reboots if one.id == text(state.id, LONGEST_ID) and one.boot_id), None)
-    if state.strategy is Strategy.REBOOT_NODE and mine is not None:
+    if state.strategy is Strategy.REBOOT_NODE and mine is not None and not state.power:
         # This repair was begun before and forgotten (its workflow was reset), and has given its order.
         state = replace(state, stage=Stage.PROVING, boot_id=mine.boot_id, attempts=1, ordered_at=now, arrived=True)
         return _proven(state, health, now)
     if state.boot_id and health.boot_id != state.boot_id:
         return _proven(state, health, now)
     state = replace(state, boot_id=health.boot_id, gpus=tuple(dict.fromkeys(bus_id(gpu, health.seen) or gpu for gpu in state.gpus)))
+    return _may_be_ordered(state, health, now)
+
+
+def _may_be_ordered(state: RepairState, health: Health | None, now: datetime) -> RepairState:
     if reason := against(state, health, now):
-        return _ended(state, now, "refused", reason)
+        return ended(state, now, "refused", reason)
     if state.rules.mode == "observe":
-        return _ended(state, now, "refused", f"repairs: observe; it would have been allowed to {order_of(state)}: {state.because}")
+        return ended(state, now, "refused", f"repairs: observe; it would have been allowed to {order_of(state)}: {state.because}")
     if state.rules.mode == "ask" and not state.approved_by:
         until = min(now + state.rules.answer_within, state.deadline)
-        return _noted(replace(state, stage=Stage.ASKING, ask_until=until), now, "Asked", question(state))
+        return noted(replace(state, stage=Stage.ASKING, ask_until=until), now, "Asked", question(state))
     return replace(state, stage=Stage.ORDERING)
 
 
@@ -227,19 +252,19 @@ def _answered(state: RepairState, fact: Answered, now: datetime) -> RepairState:
     if now >= _ends(state):
         return _out_of_time(state, now)
     if not fact.approve:
-        return _ended(state, now, "refused", f"{who} said no{why}")
+        return ended(state, now, "refused", f"{who} said no{why}")
     # Hours may have passed since the node was looked at.
     state = replace(state, approved_by=who, stage=Stage.LOOKING, ask_until=None)
-    return _noted(state, now, fact.kind, f"{who} approved{why}")
+    return noted(state, now, fact.kind, f"{who} approved{why}")
 
 
 def _permitted(state: RepairState, fact: Permitted, now: datetime) -> RepairState:
     because = text(fact.because) or "no reason given"
     if not fact.allowed:
-        return _ended(state, now, "refused", f"fleet {state.fleet} does not let it {order_of(state)}: {because}")
+        return ended(state, now, "refused", f"fleet {state.fleet} does not let it {order_of(state)}: {because}")
     # The answer took its time, and somebody may have begun to use the node.
     stage = Stage.PROVING if state.attempts else Stage.LOOKING
-    return _noted(replace(state, stage=stage), now, fact.kind, f"fleet {state.fleet} lets it {order_of(state)}: {because}")
+    return noted(replace(state, stage=stage), now, fact.kind, f"fleet {state.fleet} lets it {order_of(state)}: {because}")
 
 
 # --- from the order to its proof
@@ -249,150 +274,99 @@ def _sent(state: RepairState, now: datetime) -> RepairState:
     if state.stage is not Stage.ORDERING:
         return state  # it is counted: this answers it late
     silent = "it was not asked again since it was ordered"
-    return replace(state, stage=Stage.PROVING, attempts=state.attempts + 1, ordered_at=now, silent=silent)
+    state = replace(state, stage=Stage.PROVING, attempts=state.attempts + 1, ordered_at=now, silent=silent)
+    return with_time_to_prove(state, now) if state.power else state
 
 
-def _silent(state: RepairState, because: str, now: datetime) -> RepairState:
-    state = replace(_sent(state, now), silent=because)
-    return _again(state, LOOK_AGAIN, now, f"{state.node} does not answer: {because}")
+def _silent(state: RepairState, because: str, now: datetime, *, unseen: bool = True) -> RepairState:
+    """No answer that can be used. `unseen`: none at all, as far as can be told."""
+    ordered = state.stage is Stage.ORDERING
+    since = state.unseen_since if ordered else (state.unseen_since or now) if unseen else None
+    state = replace(_sent(state, now), silent=because, unseen_since=since)
+    said = f"{state.node} does not answer: {because}"
+    if state.power and ordered:
+        return again(state, LOOK_AGAIN, now, f"whether the power of {state.node} was cycled is to be seen: {because}")
+    if is_overdue(state, now):
+        return _by_power(state, now, f"its reboot was not proven: {said}")
+    if state.stage is Stage.LOOKING and is_silent(state, now):
+        if may_follow(state):
+            state = _by_power(state, now, said)
+        if state.power:
+            return _may_be_ordered(state, None, now)
+    return again(state, LOOK_AGAIN, now, said)
+
+
+def _by_power(state: RepairState, now: datetime, because: str) -> RepairState:
+    return noted(instead(state, now), now, "ByPower", f"{because}; its power is cycled instead")
 
 
 def _done(state: RepairState, answer: Mapping[str, Any], now: datetime) -> RepairState:
     state = replace(state, arrived=True)
+    if state.power and (failed := power_failed(state.node, answer)):
+        return ended(state, now, "refused", failed)
+    if state.power:
+        return again(state, LOOK_AGAIN, now, f"the power of {state.node} was cycled")
     if state.strategy is Strategy.REBOOT_NODE:
-        return _again(state, LOOK_AGAIN, now, f"{state.node} was told to reboot")
+        return again(state, LOOK_AGAIN, now, f"{state.node} was told to reboot")
     if "missing" in answer:
-        return _ended(state, now, "refused", f"{state.node} cannot reset GPUs: {text(answer['missing']) or 'a tool is missing'}")
+        return ended(state, now, "refused", f"{state.node} cannot reset GPUs: {text(answer['missing']) or 'a tool is missing'}")
     exit_code, said = answer.get("exit_code"), last_line(answer.get("output")) or "it printed nothing"
     if isinstance(exit_code, bool) or not isinstance(exit_code, int):
-        return _ended(state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} did not finish: {said}")
+        return ended(state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} did not finish: {said}")
     if exit_code != 0:
-        return _ended(state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} ended with {exit_code}: {said}")
+        return ended(state, now, "refused", f"nvidia-smi --gpu-reset on {state.node} ended with {exit_code}: {said}")
     state = replace(state, stage=Stage.EXAMINING, proven_at=now)
-    return _noted(state, now, "OrderDone", f"{state.node} was {done_to(state)}: {said}")
+    return noted(state, now, "OrderDone", f"{state.node} was {done_to(state)}: {said}")
 
 
 def _refused(state: RepairState, fact: OrderRefused, now: datetime) -> RepairState:
     if fact.why == "boot_changed":
         # The next probe says which boot it is: what counts is not what a refusal claims.
-        return _noted(state, now, fact.kind, f"{state.node} says that it has rebooted since that was decided")
+        return noted(state, now, fact.kind, f"{state.node} says that it has rebooted since that was decided")
     because = f"{state.node} refused to {verb_of(state)} ({text(fact.why, 40)}): {text(fact.because) or 'no reason given'}"
-    return _ended(state, now, "refused", because)
+    if fact.why == "cannot_reboot" and may_follow(state):
+        return _by_power(replace(state, attempts=state.attempts - 1), now, because)
+    return ended(state, now, "refused", because)
 
 
 def _proven(state: RepairState, health: Health, now: datetime) -> RepairState:
     if health.boot_id != state.boot_id:
         state = replace(state, stage=Stage.EXAMINING, proven_at=now)
-        state = _noted(state, now, "Proven", f"{state.node} has rebooted: boot id {health.boot_id}, before {state.boot_id}")
-        return _examined(state, health, now)
+        before = state.boot_id or "one that nobody had read, and longer ago than it runs now"
+        state = noted(state, now, "Proven", f"{state.node} has rebooted: boot id {health.boot_id}, before {before}")
+        return examined(state, health, now)
+    if state.power:
+        return again(state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}")
+    if is_overdue(state, now):
+        return _by_power(state, now, f"{state.node} still runs on boot id {state.boot_id}")
     if state.strategy is Strategy.RESET_GPU:
         if state.attempts >= MAX_ORDERS or state.cancelled:
             end = f"cancelled: {state.cancelled}; " if state.cancelled else ""
             times = f"{state.attempts} order{'s' * (state.attempts > 1)}"
-            return _ended(state, now, "ambiguous", f"{end}{times} to {order_of(state)} got no answer, and nobody knows whether it happened")
+            return ended(state, now, "ambiguous", f"{end}{times} to {order_of(state)} got no answer, and nobody knows whether it happened")
     else:
         taken = state.arrived or any(one.id == text(state.id, LONGEST_ID) for one in health.reboots)
         state = replace(state, arrived=taken)
         early = state.ordered_at is not None and now - state.ordered_at < ARRIVES_WITHIN
         if taken or early or health.journal_unread:
-            return _again(state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}")
+            return again(state, LOOK_AGAIN, now, f"{state.node} still runs on boot id {state.boot_id}")
         if state.cancelled:
-            return _ended(state, now, "refused", f"cancelled: {state.cancelled}; the order to {order_of(state)} never arrived")
+            return ended(state, now, "refused", f"cancelled: {state.cancelled}; the order to {order_of(state)} never arrived")
         if state.attempts >= MAX_ORDERS:
-            return _again(state, LOOK_AGAIN, now, f"{state.attempts} orders to {order_of(state)} have not arrived")
+            return again(state, LOOK_AGAIN, now, f"{state.attempts} orders to {order_of(state)} have not arrived")
     if reason := against(state, health, now):
-        return _ended(state, now, "refused", reason)
-    return _noted(replace(state, stage=Stage.ORDERING), now, "Again", f"the order to {order_of(state)} is given once more: no answer came")
-
-
-# --- after the proof
-
-
-def _examined(state: RepairState, health: Health, now: datetime) -> RepairState:
-    rules = state.rules
-    rebooted = health.boot_id != state.boot_id
-    if state.strategy is Strategy.REBOOT_NODE and not rebooted:
-        because = f"{state.node} tells boot id {health.boot_id} again, which had ended"
-        return _again(replace(state, stage=Stage.PROVING), LOOK_AGAIN, now, because)
-    if state.examined_on and health.boot_id != state.examined_on:
-        return _concluded(state, replace(health, verdict=Verdict.UNKNOWN, because="it rebooted while it was examined"), now)
-    state = replace(state, examined_on=health.boot_id)
-    if _has_just_booted(state, health, now) and rules.expected_gpus and (health.working or 0) < rules.expected_gpus:
-        shown = "no GPU yet" if not health.working else f"{health.working} of {rules.expected_gpus} GPUs"
-        return _again(state, DRIVER_AGAIN, now, f"{state.node} has just booted and shows {shown}")
-    if rules.expected_gpus and rules.level and health.verdict is not Verdict.UNHEALTHY:
-        return replace(state, stage=Stage.DIAGNOSING)
-    return _concluded(state, health, now)
-
-
-def _has_just_booted(state: RepairState, health: Health, now: datetime) -> bool:
-    return health.boot_id != state.boot_id and state.proven_at is not None and now - state.proven_at < DRIVER_WITHIN
-
-
-def _diagnosed(state: RepairState, answer: Mapping[str, Any], catalog: Catalog, now: datetime) -> RepairState:
-    assert state.health is not None  # diagnosed is only what was probed
-    health = with_diag(state.health, answer, level=state.rules.level, catalog=catalog)
-    state = _with(_noted(state, now, "Diagnosed", health.because), health)
-    if health.verdict is Verdict.UNKNOWN and _has_just_booted(state, health, now):
-        # DCGM's own service starts after the driver.
-        return _again(replace(state, stage=Stage.EXAMINING), DRIVER_AGAIN, now, f"{state.node} has just booted: {health.because}")
-    return _concluded(state, health, now)
-
-
-def _not_diagnosed(state: RepairState, because: str, now: datetime) -> RepairState:
-    state = replace(state, examinations=state.examinations + 1, silent=because, stage=Stage.EXAMINING)
-    said = f"dcgmi diag on {state.node} got no answer: {because}"
-    if state.examinations < MAX_EXAMINATIONS:
-        return _again(state, LOOK_AGAIN, now, said)
-    return _ended(state, now, "refused", f"{state.node} was {done_to(state)}, but whether it helped is not known: {said}")
-
-
-def _concluded(state: RepairState, health: Health, now: datetime) -> RepairState:
-    did = f"{state.node} was {done_to(state)}"
-    match health.verdict:
-        case Verdict.HEALTHY:
-            return _ended(state, now, "done", f"{did} and is healthy: {health.because}", Verdict.HEALTHY)
-        case Verdict.UNHEALTHY:
-            return _ended(state, now, "refused", f"{did} and is still unhealthy: {health.because}", Verdict.UNHEALTHY)
-        case Verdict.UNKNOWN:
-            return _ended(state, now, "refused", f"{did}, but whether it helped is not known: {health.because}")
-        case _:
-            assert_never(health.verdict)
-
-
-# --- writing down
-
-
-def _ended(state: RepairState, now: datetime, outcome: Outcome, because: str, verdict: Verdict = Verdict.UNKNOWN) -> RepairState:
-    state = replace(state, outcome=outcome, verdict=verdict, conclusion=text(because, 600), wait=timedelta(0))
-    return _noted(state, now, "Ended", f"{outcome}: {because}")
-
-
-def _again(state: RepairState, wait: timedelta, now: datetime, because: str) -> RepairState:
-    return _noted(replace(state, wait=wait, waiting=text(because)), now, "Waiting", because)
+        return ended(state, now, "refused", reason)
+    return noted(replace(state, stage=Stage.ORDERING), now, "Again", f"the order to {order_of(state)} is given once more: no answer came")
 
 
 def _out_of_time(state: RepairState, now: datetime) -> RepairState:
     end = overdue(state)
-    return _ended(state, now, end.outcome, end.because)
+    return ended(state, now, end.outcome, end.because)
 
 
 def _ends(state: RepairState) -> datetime:
     """When the wait for a person ends, or all of it."""
     return state.deadline if state.ask_until is None else min(state.ask_until, state.deadline)
-
-
-def _noted(state: RepairState, now: datetime, what: str, because: str) -> RepairState:
-    record = StepRecord(now, what, text(because))
-    if any((one.what, one.because) == (record.what, record.because) for one in state.log[-2:]):
-        return state  # a node that is awaited says the same every few seconds
-    log = (*state.log, record)
-    return replace(state, log=log if len(log) <= KEPT_RECORDS else (log[0], *log[-KEPT_RECORDS + 1 :]))
-
-
-def _with(state: RepairState, health: Health) -> RepairState:
-    kept = replace(health, findings=health.findings[:KEPT_FINDINGS], unread=health.unread[:KEPT_FINDINGS])
-    return replace(state, health=kept)
 
 
 def _since_order(state: RepairState, now: datetime) -> timedelta | None:

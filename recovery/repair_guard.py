@@ -13,21 +13,30 @@ from recovery.repair_state import RepairState
 from recovery.spec import duration
 
 
-def against(state: RepairState, health: Health, now: datetime) -> str:
-    """A clause; empty: nothing does."""
-    if health.busy:
+def against(state: RepairState, health: Health | None, now: datetime) -> str:
+    """A clause; empty: nothing does. Without health the node does not answer: who has it is for its fleet to say."""
+    if health is not None and health.busy:
         return f"{state.node} is in use: {', '.join(health.busy)}"
-    if state.strategy is Strategy.RESET_GPU:
+    if health is not None and state.strategy is Strategy.RESET_GPU:
         unknown = [gpu for gpu in state.gpus if bus_id(gpu, health.seen) is None]
         if unknown:
             return f"no GPU of {state.node} is known as {', '.join(unknown)}"
         asked = [one for one in health.findings if one.source == "nvml" and one.code.startswith("recovery action")]
         return next((f"a reset does not help {state.node}: {one.because}" for one in asked if one.cause is Cause.GPU_FATAL), "")
-    if health.journal_unread:
+    if health is not None and health.journal_unread:
         return f"how often {state.node} was rebooted is not known: {health.journal_unread}"
-    rules = state.rules
-    since = min(health.clock or now, now) - rules.reboot_window  # a clock that is ahead forgets nothing
-    recent = [one for one in health.reboots if one.at > since and one.id != text(state.id, LONGEST_ID)]
-    if len(recent) < rules.max_reboots:
+    times = restarts(state, now)
+    if times < state.rules.max_reboots:
         return ""
-    return f"{state.node} was rebooted {len(recent)} times within {duration(rules.reboot_window)}: a person should look at its hardware"
+    within = duration(state.rules.reboot_window)
+    return f"{state.node} was rebooted {times} times within {within}: a person should look at its hardware"
+
+
+def restarts(state: RepairState, now: datetime) -> int:
+    """How often the node was rebooted lately, by its journal as it was read last, and by this repair before its power is cycled."""
+    health = state.health
+    own = int(state.power and state.attempts > 0)
+    if health is None:
+        return own
+    since = min(health.clock or now, now) - state.rules.reboot_window  # a clock that is ahead forgets nothing
+    return own + sum(one.at > since and one.id != text(state.id, LONGEST_ID) for one in health.reboots)

@@ -46,6 +46,10 @@ class RepairRules:
     max_reboots: int = 2
     """So many within the window, and a person has to look: leptonai/gpud's "inspect hardware" comes after as many."""
     reboot_window: timedelta = timedelta(days=3)
+    power: bool = False
+    """The fleet file has a command that cycles the node's power."""
+    waited_for: bool = False
+    """By a job, until the deadline: what cannot be over by then is not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class RepairState:
     fleet: str
     node: str
     strategy: Strategy
-    """RESET_GPU or REBOOT_NODE."""
+    """RESET_GPU or REBOOT_NODE, by the node itself or by its power."""
     gpus: tuple[str, ...]
     """To reset; by bus id as soon as the node was probed. Empty: all of them."""
     because: str
@@ -96,6 +100,10 @@ class RepairState:
     """Runs of `dcgmi diag` that got no answer."""
     cancelled: str = ""
     """Why; empty: it is not."""
+    power: bool = False
+    """What is to be ordered, or was ordered last, is a power cycle."""
+    unseen_since: datetime | None = None
+    """Since when no look at the node was answered; None: the last one was."""
     log: tuple[StepRecord, ...] = ()
     """The first and the newest."""
     outcome: Outcome | None = None
@@ -142,6 +150,15 @@ class Reboot:
 
 
 @dataclass(frozen=True, slots=True)
+class PowerCycle:
+    """By the worker, with the command of the fleet file: the node is not asked, and cannot refuse."""
+
+    within: timedelta
+    because: str
+    kind: Literal["PowerCycle"] = "PowerCycle"
+
+
+@dataclass(frozen=True, slots=True)
 class LookAgain:
     after: timedelta
     because: str
@@ -165,7 +182,7 @@ class Finish:
     kind: Literal["Finish"] = "Finish"
 
 
-Step = Annotated[Probe | Diagnose | ResetGpus | Reboot | LookAgain | AskPerson | Finish, Field(discriminator="kind")]
+Step = Annotated[Probe | Diagnose | ResetGpus | Reboot | PowerCycle | LookAgain | AskPerson | Finish, Field(discriminator="kind")]
 
 
 # --- facts
@@ -200,7 +217,7 @@ class OrderDone:
 @dataclass(frozen=True, slots=True)
 class OrderRefused:
     why: str
-    """`boot_changed`, `busy`, `held`, `cannot_reboot`."""
+    """`boot_changed`, `busy`, `held`, `other_fleet`, `cannot_reboot`."""
     because: str
     boot_id: str | None = None
     kind: Literal["OrderRefused"] = "OrderRefused"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Mapping
+from typing import Any, assert_never
 
 from recovery.evidence import Verdict
-from recovery.facts import text
+from recovery.facts import last_line, text
 from recovery.nvml import short
 from recovery.policy import Strategy
 from recovery.repair_state import Finish, RepairState, Stage
@@ -27,7 +28,7 @@ def order_of(state: RepairState) -> str:
 
 def verb_of(state: RepairState) -> str:
     if state.strategy is Strategy.REBOOT_NODE:
-        return "reboot"
+        return "power cycle" if state.power else "reboot"
     names = ", ".join(short(gpu) for gpu in state.gpus[:NAMED_GPUS])
     more = f" and {len(state.gpus) - NAMED_GPUS} more" if len(state.gpus) > NAMED_GPUS else ""
     return f"reset GPU{'s' * (len(state.gpus) > 1)} {names}{more}" if names else "reset all GPUs"
@@ -35,10 +36,22 @@ def verb_of(state: RepairState) -> str:
 
 def done_to(state: RepairState) -> str:
     if state.strategy is Strategy.REBOOT_NODE:
-        return "rebooted" if state.attempts else "rebooted by somebody else"
+        by_power = state.power and state.arrived
+        return ("power-cycled" if by_power else "rebooted") if state.attempts else "rebooted by somebody else"
     if state.examined_on not in ("", state.boot_id):
         return "rebooted by somebody else"
     return verb_of(state).replace("reset ", "given a reset of ", 1)
+
+
+def power_failed(node: str, answer: Mapping[str, Any]) -> str:
+    """Why the power command did nothing, in a sentence; empty: it says that it did. The command itself may hold a password."""
+    program, said = text(answer.get("program"), 80) or "the power command", last_line(answer.get("output")) or "it printed nothing"
+    if "missing" in answer:
+        return f"the power of {node} cannot be cycled: {text(answer['missing']) or 'a program is missing'}"
+    exit_code = answer.get("exit_code")
+    if isinstance(exit_code, bool) or not isinstance(exit_code, int):
+        return f"how {program} ended, which was to cycle the power of {node}, cannot be read"
+    return "" if exit_code == 0 else f"{program}, which was to cycle the power of {node}, ended with {exit_code}: {said}"
 
 
 def overdue(state: RepairState) -> Finish:
@@ -52,6 +65,8 @@ def overdue(state: RepairState) -> Finish:
             return Finish("ambiguous", unknown, f"{state.node} did not answer: {state.silent or 'it was not asked'}")
         case Stage.LOOKING | Stage.ORDERING:
             return Finish("refused", unknown, f"the time to {order_of(state)} was over before it could be ordered")
+        case Stage.PROVING if state.power and not state.silent:
+            return Finish("refused", unknown, f"the power of {state.node} was to be cycled, and it still runs on boot id {state.boot_id}")
         case Stage.PROVING if state.strategy is Strategy.REBOOT_NODE and not state.silent:
             times = f"{state.attempts} order{'s' * (state.attempts != 1)}"
             return Finish("refused", unknown, f"{times} to reboot {state.node}, and it still runs on boot id {state.boot_id}")

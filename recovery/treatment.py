@@ -1,7 +1,8 @@
 """What a node needs that nobody has judged yet: examined first, then reset or rebooted by what was found, one after the other.
 
 A node is treated only for what an examination has found. One that cannot be examined is looked at again and then left to a person: it
-is never called healthy, and nothing is done to it. How one treatment is carried out is `repair`'s.
+is never called healthy, and nothing is done to it; only the power of one that is silent after a reboot of ours is cycled, where that can be
+done. How one treatment is carried out is `repair`'s.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class Course:
     """What the kernel said before counts no more: it was healed since. None: all of this boot counts."""
     cancelled: str = ""
     """Why; empty: it is not."""
+    power: bool = False
+    """There is a command that cycles the node's power, and it was not used yet."""
+    after_reboot: bool = False
+    """It has been silent since a reboot that somebody else ordered, before this began."""
     log: tuple[StepRecord, ...] = ()
 
 
@@ -57,6 +62,8 @@ class Treat:
     gpus: tuple[str, ...]
     """To reset, by bus id; empty: all of them."""
     because: str
+    power: bool = False
+    """By its power, for it does not answer."""
     kind: Literal["Treat"] = "Treat"
 
 
@@ -65,7 +72,10 @@ Treatment = Examine | Treat | Finish
 
 def examined(course: Course, health: Health, now: datetime) -> Course:
     unknown = course.unknown + 1 if health.verdict is Verdict.UNKNOWN else 0
-    return _noted(replace(course, health=health, unknown=unknown), now, "Examined", f"{health.verdict}: {health.because}")
+    after_reboot = course.after_reboot and not health.boot_id
+    return _noted(
+        replace(course, health=health, unknown=unknown, after_reboot=after_reboot), now, "Examined", f"{health.verdict}: {health.because}"
+    )
 
 
 def treated(course: Course, state: RepairState, end: Finish, now: datetime) -> Course:
@@ -81,6 +91,7 @@ def treated(course: Course, state: RepairState, end: Finish, now: datetime) -> C
         # An order of which nobody knows whether it was carried out has healed nothing.
         kernel_from=state.ordered_at if state.proven_at is not None else course.kernel_from,
         cancelled=state.cancelled or course.cancelled,
+        power=course.power and not state.power,
     )
     return _noted(course, now, str(state.strategy), f"{end.outcome}: {end.because}")
 
@@ -138,6 +149,9 @@ def _unknown(course: Course, health: Health, left: timedelta) -> Treatment:
         said = f"whether {course.node} is healthy is not known after {times}: {said}"
     if course.cancelled:
         return _finish(course, outcome, f"cancelled: {course.cancelled}; {said}")
+    after_reboot = Strategy.REBOOT_NODE in course.tried or (course.after_reboot and not course.tried)
+    if course.unknown > len(AGAIN) and after_reboot and not health.boot_id and course.power and left > timedelta(0):
+        return Treat(Strategy.REBOOT_NODE, (), said, power=True)
     if course.unknown > len(AGAIN) or AGAIN[course.unknown - 1] >= left:
         return _finish(course, outcome, said)
     return Examine(AGAIN[course.unknown - 1], said)

@@ -27,6 +27,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.health import Health
     from recovery.policy import Strategy
     from recovery.repair import begin, learn, next_step
+    from recovery.repair_guard import restarts
     from recovery.repair_state import (
         Answered,
         AskPerson,
@@ -37,6 +38,7 @@ with workflow.unsafe.imports_passed_through():
         Finish,
         LookAgain,
         NoAnswer,
+        PowerCycle,
         Probe,
         Reboot,
         RepairRules,
@@ -82,16 +84,22 @@ class NodeRepair:
     async def run(self, start: NodeRepairInput) -> NodeRepairResult:
         workflow.upsert_search_attributes([NODES.value_set([start.node])])
         self._terms = await self._carried_out(self._read_terms())
-        if self._terms.unknown:
-            return await self._ended(Finish("refused", Verdict.UNKNOWN, self._terms.unknown))
+        unknown = self._terms.unknown
+        if not unknown and start.power and not self._terms.power:
+            unknown = (
+                f"the power of {start.node} cannot be cycled: the file of fleet {start.fleet} gives it no power: {{cycle: [COMMAND, …]}}"
+            )
+        if unknown:
+            return await self._ended(Finish("refused", Verdict.UNKNOWN, unknown))
         info = workflow.info()
         began = RepairBegan(start.node, info.workflow_id, info.run_id, start.by, start.because)
         await self._carried_out(self._fleet.tell("repair_began", began))
         try:
             if start.strategy is None:
-                end = await self._treated(Course(start.node, start.because))
+                course = Course(start.node, start.because, power=self._terms.power, after_reboot=start.after_reboot)
+                end = await self._treated(course)
             else:
-                end = await self._repaired(start.strategy, start.gpus, start.because)
+                end = await self._repaired(start.strategy, start.gpus, start.because, power=start.power)
         except BaseException as error:
             if workflow.is_failure_exception(error):
                 await self._ended(Finish("ambiguous", Verdict.UNKNOWN, f"the repair failed: {error}"))
@@ -124,15 +132,16 @@ class NodeRepair:
                     if health is not None:
                         course = examined(course, health, workflow.now())
                 case Treat():
-                    end = await self._repaired(step.strategy, step.gpus, step.because)
+                    end = await self._repaired(step.strategy, step.gpus, step.because, power=step.power)
                     assert self._state is not None
                     course = treated(course, self._state, end, workflow.now())
                 case _:
                     assert_never(step)
 
-    async def _repaired(self, strategy: Strategy, gpus: tuple[str, ...], because: str) -> Finish:
+    async def _repaired(self, strategy: Strategy, gpus: tuple[str, ...], because: str, *, power: bool = False) -> Finish:
         """Carry out one strategy, from its first look to the examination that proves it."""
         start = self._start
+        last = self._state.health if self._state is not None else None
         workflow.upsert_search_attributes([STRATEGY.value_set(strategy.value)])
         self._state = begin(
             id=self._id(),
@@ -148,11 +157,15 @@ class NodeRepair:
                 expected_gpus=self._terms.gpus,
                 examine_within=DIAGNOSE_WITHIN.get(start.level, timedelta(0)),
                 answer_within=start.answer_within,
+                power=self._terms.power,
+                waited_for=bool(start.job),
             ),
             # One way of several must not use up the time of all: a node that never comes back from a reboot would keep others from theirs.
             deadline=start.deadline if start.strategy else min(start.deadline, workflow.now() + TREATMENT_WITHIN),
             now=workflow.now(),
             approved_by=start.approved_by,
+            power=power,
+            boot_id=last.boot_id if power and last is not None else "",
         )
         while True:
             self._learn()
@@ -204,19 +217,28 @@ class NodeRepair:
                 return await self._order("probe", step.within, f"look at {self._start.node}", kernel_since=step.kernel_since)
             case Diagnose():
                 return await self._order("diagnose", step.within, f"dcgmi diag -r {step.level} on {self._start.node}", level=step.level)
-            case ResetGpus() | Reboot():
+            case ResetGpus() | Reboot() | PowerCycle():
                 return await self._fleet_lets(step) or await self._act(step)
             case _:
                 raise ValueError(f"{step} is not carried out")
 
-    async def _fleet_lets(self, step: ResetGpus | Reboot) -> Fact | None:
+    async def _fleet_lets(self, step: ResetGpus | Reboot | PowerCycle) -> Fact | None:
         """None: it does, now."""
         assert self._state is not None
         kind: Literal["reset", "reboot"] = "reset" if isinstance(step, ResetGpus) else "reboot"
-        what = order_of(self._state)
-        return await self._fleet.ask(kind, what, step.because, self._state.deadline, lambda: bool(self._told), self._show)
+        return await self._fleet.ask(
+            kind,
+            order_of(self._state),
+            step.because,
+            self._state.deadline,
+            lambda: bool(self._told),
+            self._show,
+            power=isinstance(step, PowerCycle),
+            restarts=restarts(self._state, workflow.now()),
+            job=self._start.job,
+        )
 
-    async def _act(self, step: ResetGpus | Reboot) -> Fact:
+    async def _act(self, step: ResetGpus | Reboot | PowerCycle) -> Fact:
         match step:
             case ResetGpus():
                 what = ", ".join(step.gpus[:4]) or "all GPUs"
@@ -225,6 +247,8 @@ class NodeRepair:
             case Reboot():
                 why = step.because
                 return await self._order("reboot", REBOOT_WITHIN, f"reboot {self._start.node}", boot_id=step.boot_id, because=why)
+            case PowerCycle():
+                return await self._order("power-cycle", step.within, f"cycle the power of {self._start.node}")
             case _:
                 assert_never(step)
 
@@ -283,7 +307,7 @@ class NodeRepair:
         kernel_since: timedelta | None = None,
     ) -> Fact:
         assert self._state is not None
-        acts = verb in ("reset-gpus", "reboot")
+        acts = verb in ("reset-gpus", "reboot", "power-cycle")
         order = RepairOrder(self._start.fleet, self._start.node, self._state.id, verb, within, boot_id, gpus, level, because, kernel_since)
         try:
             return await workflow.execute_activity_method(
@@ -343,8 +367,9 @@ class NodeRepair:
             answered = AnswerMessage.model_validate({} if message in (None, "") else message)
         except ValidationError as error:
             raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
-        if not answered.decision:
-            raise ApplicationError("decision: missing, expected approve or deny", type="BadInput", non_retryable=True)
+        if answered.decision not in ("approve", "deny"):
+            said = f"decision: {answered.decision or 'missing'}, expected approve or deny"
+            raise ApplicationError(said, type="BadInput", non_retryable=True)
         if not isinstance(self._step, AskPerson):
             raise ApplicationError(f"nothing is asked: {self._what()}", type="BadInput", non_retryable=True)
 

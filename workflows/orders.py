@@ -77,7 +77,7 @@ def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list
             slots=slots[first : first + SHARD],
             timeouts=job.policy.timeouts,
             max_restarts=job.policy.max_restarts,
-            fences=fences(job),
+            fences=fences(replace(job, slots=slots)),
             first_group_rank=first,
         )
         for first in range(0, len(slots), SHARD)

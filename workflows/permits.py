@@ -45,7 +45,8 @@ class Permits:
         self._node = node
         self._seq = 0
         self._answer: Permit | None = None
-        self._lasts_until: datetime | None = None
+        self._lasts: tuple[str, datetime] | None = None
+        """What a leave was for that came late, and until when it lasts."""
         self.waits = ""
         """For what leave it waits; empty: for none."""
 
@@ -85,20 +86,45 @@ class Permits:
         until: datetime,
         heard: Callable[[], bool],
         show: Callable[[], None],
+        power: bool = False,
+        restarts: int = 0,
+        job: str = "",
     ) -> Permitted | Slept | None:
         """Ask for leave to do one thing, and wait for the answer.
+
+        Args:
+            step: What it is to the fleet's limits.
+            what: In words.
+            because: Why.
+            until: When no answer is one.
+            heard: Whether somebody has said something meanwhile.
+            show: Called when the wait begins.
+            power: The reboot is a power cycle.
+            restarts: What is known of reboots of this node lately.
+            job: Which ordered the repair and waits for it.
 
         Returns:
             None: it may be ordered now. Slept: something was heard that comes first.
         """
         asked_at = workflow.now()
-        lasts_until, self._lasts_until = self._lasts_until, None
-        if lasts_until is not None and asked_at < lasts_until:
+        (left_for, lasts_until), self._lasts = self._lasts or ("", asked_at), None
+        if left_for == what and asked_at < lasts_until:
             return None
         self._answer = None
         self._seq += 1
         info = workflow.info()
-        request = PermitRequest(info.workflow_id, info.run_id, self._seq, self._node, step, because, asked_at)
+        request = PermitRequest(
+            info.workflow_id,
+            info.run_id,
+            self._seq,
+            self._node,
+            step,
+            because,
+            asked_at,
+            power=power,
+            restarts=restarts,
+            job=job,
+        )
         self.waits = f"it waits for the permission of fleet {self._fleet} to {what}, until {until:%Y-%m-%d %H:%M:%S} UTC"
         show()
         while self._answer is None and not heard() and (left := until - workflow.now()) > timedelta(0):
@@ -113,7 +139,7 @@ class Permits:
             return Permitted(False, self._answer.because)
         if workflow.now() - asked_at <= SOON:
             return None
-        self._lasts_until = workflow.now() + LASTS
+        self._lasts = what, workflow.now() + LASTS
         return Permitted(True, self._answer.because)
 
     async def _answered(self, until: datetime, heard: Callable[[], bool]) -> None:

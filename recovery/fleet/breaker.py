@@ -22,7 +22,8 @@ from recovery.fleet.model import (
     Standing,
     TellRepair,
 )
-from recovery.fleet.nodes import find, is_out, noticed, put, under_repair
+from recovery.fleet.nodes import find, is_awaiting, is_out, noticed, put, under_repair
+from recovery.fleet.power import restarted
 
 REBOOTS_WITHIN = timedelta(hours=1)
 """What `reboots_per_hour` counts over."""
@@ -84,6 +85,11 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
     most = repairs_at_once(state)
     if acting >= most:
         return state
+    if request.power and is_awaiting(state, now):
+        return state  # a job may still say that it has the node
+    record, refused = restarted(state, record, request, now)
+    if refused:
+        return _said(state, request, False, refused)
     if request.step == "reboot":
         hourly = state.limits.reboots_per_hour
         if len(state.reboots) >= hourly:

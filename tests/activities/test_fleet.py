@@ -18,6 +18,7 @@ from temporalio.service import RPCError, RPCStatusCode
 import activities.fleet
 from activities.fleet import FLEET_UNKNOWN, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
 from activities.job import LaunchRanksOutput
+from backends.base import Prepared, PrepareOrder, Started, StartOrder
 from backends.simulated import Lingers, Script, SimulatedBackend, Takes
 from recovery.fleet.model import Applied, Claim, FleetState, Living, NodeLook, NodeRecord, Standing
 from recovery.model import Token
@@ -253,6 +254,43 @@ async def test_of_many_jobs_only_those_are_asked_about_one_by_one_that_the_list_
     claims = (*((f"j{number}", number) for number in range(40)), ("gone", 50))
     assert await environment().run(asked.closed_jobs, ClosedJobsInput("default", claims)) == (("gone", 50),)
     assert client.described == ["job/gone"]
+
+
+# --- two fleets
+
+
+async def launched_by_another(fleet: Stand, node: str, generation: int) -> None:
+    token = Token("default", "llama", 1000, generation)
+    order = PrepareOrder(token, "10.0.0.1", (0,), 20.0, 1.0, 0.2, 60.0, 0.2, fleet="default/other")
+    prepared = await fleet.backend.prepare(node, order)
+    assert isinstance(prepared, Prepared)
+    started = await fleet.backend.start(
+        node, StartOrder(token, node, ("train",), None, {}, ({},), (), prepared.stamp, "c0ffee", fences=False)
+    )
+    assert isinstance(started, Started)
+
+
+async def test_what_another_fleet_has_launched_is_in_the_way_and_not_this_fleets() -> None:
+    fleet = await launched(nodes=2)
+    await launched_by_another(fleet, "n1", 2)
+    looks = await look(fleet, "n1", "n2")
+    assert (looks["n1"].living, looks["n1"].held) == ((), "ranks of job llama of fleet other live on it")
+    assert (looks["n2"].living, looks["n2"].held) == ((Living("llama", 1000, 1),), "")
+
+
+async def test_of_a_job_that_two_fleets_have_launched_each_stops_its_own() -> None:
+    fleet = await launched(nodes=2)
+    await launched_by_another(fleet, "n1", 2)
+    assert await reclaim(fleet) == ("n1", "n2")
+    assert stopped(fleet) == [("n1", 1), ("n2", 1)], "generation 2 on n1 is the other's"
+    assert (await look(fleet, "n1"))["n1"].held == "ranks of job llama of fleet other live on it"
+
+
+async def test_where_only_another_fleet_has_launched_a_job_nothing_is_stopped() -> None:
+    fleet = stand(RUNS)
+    await launched_by_another(fleet, "n1", 1)
+    assert await reclaim(fleet, nodes=("n1",)) == ("n1",)
+    assert stopped(fleet) == []
 
 
 # --- reclaiming

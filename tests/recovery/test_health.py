@@ -453,3 +453,50 @@ def test_no_answer_at_all_is_ever_healthy(facts: Any, answer: Any) -> None:
 def test_an_answer_survives_json() -> None:
     health = read(json.loads(json.dumps(probe(gpus=nvml(gpu(0, recovery_action=1)), reboots=journal((5, "r1"))))))
     assert HEALTHS.validate_json(HEALTHS.dump_json(health)) == health
+
+
+# --- its clock
+
+
+@pytest.mark.parametrize(
+    ("ahead", "took", "said", "named"),
+    [
+        (0.0, 0.2, "", False),
+        (5.0, 0.2, "", False),
+        (5.3, 0.2, "its clock is 5 s ahead (±0.1 s)", False),
+        (5.3, 2.0, "", False),
+        (-7.0, 0.2, "its clock is 7 s behind (±0.1 s)", False),
+        (60.0, 0.2, "its clock is 60 s ahead (±0.1 s)", False),
+        (73.0, 0.4, "its clock is 73 s ahead (±0.2 s)", True),
+        (-3600.0, 40.0, "its clock is 3600 s behind (±20.0 s)", True),
+        (70.0, 40.0, "its clock is 70 s ahead (±20.0 s)", False),
+    ],
+)
+def test_how_far_a_clock_is_off_is_shown_as_far_as_the_round_trip_lets_it_be_known(
+    ahead: float, took: float, said: str, named: bool
+) -> None:
+    """And is no verdict. The node was at work for three seconds of the exchange, which bounds nothing."""
+    exchange = {"sent": WALL, "received": WALL + took + 3.0}
+    health = read(probe(wall=WALL + ahead + took / 2, answered=WALL + ahead + took / 2 + 3.0, exchange=exchange))
+    assert health.verdict is Verdict.HEALTHY
+    assert [one.because for one in health.findings] == ([said] if said else [])
+    assert said in health.because if named else "clock" not in health.because, health.because
+
+
+def test_the_clock_of_an_agent_that_tells_no_time_of_its_answer_is_known_less_well() -> None:
+    exchange = {"sent": WALL, "received": WALL + 4.0}
+    assert [one.because for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings] == ["its clock is 88 s ahead (±2.0 s)"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"exchange": None}, {"exchange": {"sent": WALL}}, {"exchange": {"sent": "?", "received": WALL}}]
+    + [{"wall": wall, "exchange": {"sent": 5.0, "received": 6.0}} for wall in (True, -1, 1e300, None, ...)],
+)
+def test_a_clock_that_was_not_read_is_not_judged(facts: dict[str, Any]) -> None:
+    assert [one for one in read(probe(**facts)).findings if one.code == "clock"] == []
+
+
+@pytest.mark.parametrize(("stamp", "uptime"), [(1000.5, 1000.5), (0, 0.0), (True, None), ("?", None), (-1, None), (float("nan"), None)])
+def test_how_long_a_boot_has_lasted_is_read(stamp: Any, uptime: float | None) -> None:
+    assert read(probe(stamp=stamp)).uptime == uptime

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from random import Random
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from recovery.repair import (
     OrderDone,
     OrderRefused,
     Permitted,
+    PowerCycle,
     Probe,
     Probed,
     Reboot,
@@ -85,6 +86,7 @@ ORDERED: tuple[Fact, ...] = (
     OrderRefused("boot_changed", "it has", "boot-2"),
     OrderRefused("boot_changed", "it says", None),
     OrderRefused("busy", "a job"),
+    OrderRefused("cannot_reboot", "sudo"),
 )
 STRAY: tuple[Fact, ...] = (
     *ORDERED,
@@ -128,6 +130,8 @@ class Story:
     orders: list[Step] = field(default_factory=list)
     approved: bool = False
     cancelled: bool = False
+    dark: bool = False
+    """It answers nothing for a while."""
     former: bool = False
     """The node's journal has told of a reboot that this repair ordered before it was forgotten."""
     healthy: bool = False
@@ -137,6 +141,7 @@ class Story:
     def __post_init__(self) -> None:
         self.choice = Choice(self.number)
         self.approved, self.reboots = self.choice.once_in(4), not self.choice.once_in(3)
+        self.dark = self.choice.once_in(4)
         self.state = begin(
             id=ID,
             fleet="gpus",
@@ -152,10 +157,16 @@ class Story:
                 examine_within=timedelta(minutes=3),
                 answer_within=timedelta(minutes=self.choice.among((5, 60))),
                 max_reboots=self.choice.among((2, 1)),
+                power=self.choice.once_in(2),
+                waited_for=self.choice.once_in(3),
+                repair_within=timedelta(minutes=self.choice.among((25, 8))),
             ),
             now=T0,
+            deadline=T0 + timedelta(minutes=25),
             approved_by="ada" if self.approved else "",
         )
+        if self.state.rules.power and self.state.strategy is Strategy.REBOOT_NODE and self.choice.once_in(3):
+            self.state = replace(self.state, power=True)
 
     def told(self) -> Finish:
         while True:
@@ -165,7 +176,7 @@ class Story:
             if isinstance(step, Finish):
                 return step
             assert self.now < self.state.deadline
-            if isinstance(step, ResetGpus | Reboot):
+            if isinstance(step, ResetGpus | Reboot | PowerCycle):
                 if self.choice.once_in(10):
                     self.now += timedelta(seconds=self.choice.among((6, 60)))
                     self._learn(Permitted(not self.choice.once_in(3), "1 of 2 repairs"))
@@ -178,25 +189,38 @@ class Story:
 
     def _stray(self) -> Fact:
         """An answer that comes late, twice, or to nothing; to an order there is none before it was given."""
-        given = not isinstance(next_step(self.state, self.now), ResetGpus | Reboot)
+        given = not isinstance(next_step(self.state, self.now), ResetGpus | Reboot | PowerCycle)
         return self.choice.among(STRAY if given else (Slept(), DeadlinePassed(), Answered(True, "eve", ""), Diagnosed(diag())))
 
     def _learn(self, fact: Fact) -> None:
+        by_power = self.state.power
         if isinstance(fact, CancelAsked):
             self.cancelled = True
         if isinstance(fact, Answered) and fact.approve:
             self.approved = True
         self.state = learn(self.state, fact, catalog(), self.now)
+        if self.state.power and not by_power and self.state.rules.mode == "ask":
+            self.approved = False  # of a reboot
         if self.moves < 30:
             assert STATES.validate_json(STATES.dump_json(self.state)) == self.state
             assert FACTS.validate_json(FACTS.dump_json(fact)) == fact
         assert isinstance(next_step(self.state, self.state.deadline), Finish)
         assert len(self.state.log) <= 60 and (self.state.health is None or len(self.state.health.findings) <= 16)
 
-    def _may_be_given(self, step: ResetGpus | Reboot) -> None:
+    def _may_be_given(self, step: ResetGpus | Reboot | PowerCycle) -> None:
         rules = self.state.rules
         assert rules.mode == "act" or (rules.mode == "ask" and self.approved)
-        assert not self.cancelled and not self.busy
+        assert not self.cancelled
+        if isinstance(step, PowerCycle):
+            assert rules.power and self.state.strategy is Strategy.REBOOT_NODE
+            assert not any(isinstance(order, PowerCycle) for order in self.orders)
+            assert not self.busy or self.state.unseen_since is not None
+            assert self.state.unseen_since is None or self.now - self.state.unseen_since >= timedelta(minutes=3)
+            assert not rules.waited_for or self.now + step.within <= self.state.deadline
+            self.orders.append(step)
+            self.healthy = False
+            return
+        assert not self.busy
         assert step.boot_id == self.facts["boot_id"]
         if isinstance(step, Reboot):
             others = [one for one in self.facts["reboots"] if one["id"] != ID]
@@ -213,7 +237,8 @@ class Story:
         self.now += timedelta(seconds=self.choice.among((0, 0, 1, 20, 90)))
         if isinstance(step, AskPerson):
             return self.choice.among((Answered(True, "ada", ""), Answered(True, "", ""), Answered(False, "ada", "no"), DeadlinePassed()))
-        if self.choice.once_in(2 if isinstance(step, ResetGpus | Reboot) else 6):
+        if self.dark or self.choice.once_in(2 if isinstance(step, ResetGpus | Reboot | PowerCycle) else 6):
+            self.dark = self.dark and not self.choice.once_in(30)
             return NoAnswer("no route")
         if isinstance(step, Probe):
             return self._probed()
@@ -244,11 +269,14 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
     story = Story(number)
     end = story.told()
     state = story.state
+    assert state.deadline <= T0 + timedelta(minutes=90) and (state.rules.power or state.deadline == T0 + timedelta(minutes=25))
     assert story.now <= state.deadline + timedelta(seconds=90)  # what is under way at the deadline is heard to its end
     assert end.because and len(end.because) <= 700
     if end.outcome == "done":
         assert end.verdict is Verdict.HEALTHY and story.healthy
-        assert story.former or story.facts["boot_id"] != story.first_boot or (story.orders and state.strategy is Strategy.RESET_GPU)
+        booted_unseen = bool(story.orders) and state.power and not state.boot_id
+        another = story.facts["boot_id"] != story.first_boot or booted_unseen
+        assert story.former or another or (story.orders and state.strategy is Strategy.RESET_GPU)
     else:
         assert end.verdict is not Verdict.HEALTHY
     if state.rules.mode == "observe":
@@ -258,6 +286,9 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
 def test_the_stories_reach_every_end() -> None:
     stories = [Story(number) for number in range(900)]
     ends = {(story.told().outcome, story.state.strategy, len(story.orders)) for story in stories}
+    powered = [story for story in stories if any(isinstance(order, PowerCycle) for order in story.orders)]
+    assert {"done", "refused", "ambiguous"} <= {story.state.outcome or next_step(story.state, story.now).outcome for story in powered}  # type: ignore[union-attr]
+    assert {1, 2, 3} <= {len(story.orders) for story in powered}
     for strategy in (Strategy.RESET_GPU, Strategy.REBOOT_NODE):
         assert {("done", strategy, 0), ("done", strategy, 1), ("refused", strategy, 0), ("refused", strategy, 1)} <= ends
     assert {("ambiguous", Strategy.RESET_GPU, 2), ("done", Strategy.RESET_GPU, 2), ("refused", Strategy.REBOOT_NODE, 2)} <= ends

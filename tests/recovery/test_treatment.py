@@ -217,6 +217,38 @@ def test_what_the_kernel_said_before_counts_until_it_is_proven_healed() -> None:
     assert after(reset(), attempts=0).kernel_from is None, "of a boot that nobody ordered all counts"
 
 
+# --- a node that is silent after a reboot
+
+
+def test_the_power_of_a_node_that_is_silent_after_a_reboot_is_cycled_once_it_has_been_looked_at_again() -> None:
+    powered = replace(examined(BEGUN, FATAL, at(0)), power=True)
+    course = after(reboot(), "ambiguous", before=powered, proven=False)
+    assert isinstance(then(course, SILENT, SILENT), Examine)
+    said = "whether n2 is healthy is not known after 4 examinations: n2 does not answer: no route to host"
+    assert then(course, SILENT, SILENT, SILENT) == Treat(Strategy.REBOOT_NODE, (), said, power=True)
+    assert isinstance(then(course, UNREAD, UNREAD, UNREAD), Finish), "it answers"
+    assert isinstance(then(replace(course, cancelled="enough"), SILENT, SILENT, SILENT), Finish)
+    assert isinstance(then(course, SILENT, SILENT, SILENT, left=NOTHING), Finish)
+    cycled = after(replace(reboot(), power=True), "ambiguous", before=course, proven=False)
+    assert isinstance(then(cycled, SILENT, SILENT, SILENT), Finish), "each way once"
+
+
+def test_a_reboot_that_somebody_else_ordered_before_counts_as_long_as_the_node_was_not_seen_since() -> None:
+    course = replace(BEGUN, power=True, after_reboot=True)
+    step = then(course, SILENT, SILENT, SILENT, SILENT)
+    assert isinstance(step, Treat) and step.power
+    assert isinstance(then(replace(course, power=False), SILENT, SILENT, SILENT, SILENT), Finish)
+    assert isinstance(then(course, UNREAD, SILENT, SILENT, SILENT), Finish), "it was seen"
+    seen = after(reset(), before=replace(examined(course, RESETTABLE, at(0))), verdict=Verdict.UNKNOWN)
+    assert isinstance(then(seen, SILENT, SILENT, SILENT), Finish)
+
+
+def test_nothing_is_done_to_a_node_that_is_silent_although_nobody_rebooted_it() -> None:
+    course = replace(BEGUN, power=True)
+    assert isinstance(then(course, SILENT, SILENT, SILENT, SILENT), Finish)
+    assert isinstance(then(after(reset(), before=replace(course, health=RESETTABLE)), SILENT, SILENT, SILENT), Finish)
+
+
 # --- cancelling
 
 
@@ -240,9 +272,9 @@ def test_a_cancel_ends_what_has_not_begun_and_nothing_is_done_after_it() -> None
 @given(st.integers(0, 2**64))
 def test_a_course_ends_and_treats_only_what_was_found_unhealthy_each_way_once(number: int) -> None:
     random = Random(number)
-    course, left = BEGUN, random.choice((timedelta(minutes=3), HOURS))
+    course, left = replace(BEGUN, power=random.choice((True, False))), random.choice((timedelta(minutes=3), HOURS))
     found: Verdict | None = None
-    orders: list[Strategy] = []
+    orders: list[str] = []
     for _ in range(20):
         step = next_treatment(course, left)
         if isinstance(step, Finish):
@@ -252,12 +284,13 @@ def test_a_course_ends_and_treats_only_what_was_found_unhealthy_each_way_once(nu
             one = random.choice((HEALTHY, RESETTABLE, FATAL, UNREAD, SILENT))
             course, found, left = examined(course, one, at(0)), one.verdict, left - step.after
             continue
-        assert found is Verdict.UNHEALTHY and not course.cancelled
-        orders.append(step.strategy)
+        assert not course.cancelled
+        assert found is Verdict.UNKNOWN and Strategy.REBOOT_NODE in orders if step.power else found is Verdict.UNHEALTHY
+        orders.append("power" if step.power else step.strategy)
         outcome: Outcome = random.choice(("done", "refused", "ambiguous"))
         found = Verdict.HEALTHY if outcome == "done" else random.choice((Verdict.UNHEALTHY, Verdict.UNKNOWN))
         course = after(
-            reset() if step.strategy is Strategy.RESET_GPU else reboot(),
+            reset() if step.strategy is Strategy.RESET_GPU else replace(reboot(), power=step.power),
             outcome,
             found,
             before=course,
@@ -268,5 +301,6 @@ def test_a_course_ends_and_treats_only_what_was_found_unhealthy_each_way_once(nu
         assert COURSES.validate_json(COURSES.dump_json(course)) == course
     else:
         raise AssertionError(f"it does not end: {course}")
-    assert orders in ([], [Strategy.RESET_GPU], [Strategy.REBOOT_NODE], [Strategy.RESET_GPU, Strategy.REBOOT_NODE])
+    ways = [Strategy.RESET_GPU, Strategy.REBOOT_NODE, "power"]
+    assert orders == [way for way in ways if way in orders] and ("power" not in orders or Strategy.REBOOT_NODE in orders)
     assert (step.outcome == "done") == (step.verdict is Verdict.HEALTHY)

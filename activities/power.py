@@ -1,0 +1,65 @@
+"""Runs the command that cycles a node's power, here where the worker is. Whether it may is asked before; whether it did, the node says.
+
+A command that was begun is never begun again, and is left to finish when the worker ends: half of it could leave the node without power.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import PurePath
+from typing import IO
+
+from recovery.repair_state import Fact, NoAnswer, OrderDone
+from recovery.spec import Power
+
+TAIL = 2048
+"""Bytes of its output that are kept: it goes into the history."""
+POLL = 0.05
+
+
+async def cycle_power(node: str, power: Power | None, within: float) -> Fact:
+    """Run it once. One that does not end in time is ended, and nobody knows what it did."""
+    if power is None:
+        return OrderDone({"outcome": "done", "missing": f"its fleet file gives {node} no power command any more"})
+    # The other words may be a password: none of them goes into a message.
+    program = PurePath(power.cycle[0]).name
+    # A file, not a pipe: what it prints after this worker has died must not kill it.
+    with tempfile.TemporaryFile() as output:
+        try:
+            running = _begin(power.cycle, output)
+        except OSError as error:
+            return OrderDone({"outcome": "done", "missing": f"{program} cannot be run by the worker: {error.strerror}"})
+        began = time.monotonic()
+        while running.poll() is None and time.monotonic() - began < within:  # noqa: ASYNC110  (it belongs to no loop: it outlives this one)
+            await asyncio.sleep(POLL)
+        if running.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            return NoAnswer(f"{program} did not end within {within:g} s")
+        answer = {"program": program, "exit_code": running.returncode, "output": _tail(output), "took": time.monotonic() - began}
+        return OrderDone({"outcome": "done", **answer})
+
+
+def _begin(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Begin it in a session of its own. asyncio would kill it when its loop ends."""
+    env = _environment()
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+
+
+def _environment() -> dict[str, str]:
+    """The worker's, for passwords that such commands take from there; without what makes a process one of ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_"))}
+
+
+def _tail(output: IO[bytes]) -> str:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - TAIL))
+    return output.read(TAIL).decode(errors="replace")

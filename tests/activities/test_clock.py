@@ -1,0 +1,41 @@
+"""A node whose clock is wrong, as `nodes check` and a repair see it: said, by how much, and no verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from activities.node import NodeActivities, RepairOrder
+from backends.simulated import SimulatedBackend
+from recovery.evidence import Verdict
+from recovery.repair_state import Probed
+from tests.activities.harness import environment
+from tests.workflows.rig import SimulatedFleets, fleet
+from workflows.node_messages import ExamineNodesInput
+
+
+class Ahead(SimulatedBackend):
+    """Its nodes' clocks are 73 s ahead."""
+
+    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        now = time.time() + 73.0
+        return {**await super().probe(node, within, kernel_since), "wall": now, "answered": now}
+
+
+async def test_a_clock_that_is_ahead_is_named_beside_the_verdict_and_makes_no_node_unhealthy() -> None:
+    spec = fleet(1)
+    nodes = NodeActivities(SimulatedFleets(spec, Ahead(spec)))
+    (found,) = await environment().run(nodes.check_nodes, ExamineNodesInput("default", ("n1",), "grace", 0, timedelta(seconds=30)))
+    assert found.health.verdict is Verdict.HEALTHY
+    assert "nothing broken; its clock is 73 s ahead (±0." in found.health.because
+
+
+async def test_a_repair_is_told_when_its_look_was_sent_and_answered() -> None:
+    spec = fleet(1)
+    nodes = NodeActivities(SimulatedFleets(spec, Ahead(spec)))
+    before = time.time()
+    fact = await environment().run(nodes.order_repair, RepairOrder("default", "n1", "r1", "probe", timedelta(seconds=20)))
+    assert isinstance(fact, Probed)
+    assert before <= fact.facts["exchange"]["sent"] <= fact.facts["exchange"]["received"] <= time.time()

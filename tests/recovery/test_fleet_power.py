@@ -1,0 +1,109 @@
+"""Which power cycles a fleet permits: of nodes that nobody has who was not told, and not too often."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from recovery.fleet.memory import memory
+from recovery.fleet.model import Applied, JobsFound, Living, PermitRequest, PermitWanted, Remembered, StartRepair, TellRepair
+from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
+
+
+def asked(desk: Desk, node: str = "n2", seq: int = 1, run: str = "run", **more: Any) -> list[tuple[bool, str]]:
+    """What the fleet answers a repair that wants to cycle the power of a node."""
+    values = {"power": True, "restarts": 0, "job": "", **more}
+    request = PermitRequest(f"repair/gpus/{node}", run, seq, node, "reboot", "it hangs", desk.now, **values)
+    desk.go(began(node, run=run), PermitWanted(request))
+    return [(tell.permit.allowed, tell.permit.because) for tell in desk.of(TellRepair)]
+
+
+def test_the_power_of_a_node_that_nobody_has_may_be_cycled() -> None:
+    desk = Desk()
+    assert asked(desk) == [(True, "repair 1 of 2 that may act at a time")]
+    assert desk.state.reboots == (desk.now,) and desk.node("n2").power_cycles == (desk.now,)
+
+
+@pytest.mark.parametrize("silent", ["", "no route to host"])
+def test_a_node_that_a_job_has_keeps_its_power_unless_that_job_ordered_it(silent: str) -> None:
+    desk = Desk()
+    desk.claim("llama", 1, holds=("n2",), keep=("n2",))
+    desk.silent["n2"] = silent
+    desk.look()
+    because = "job llama has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    assert asked(desk) == [(False, because)]
+    assert desk.node("n2").power_cycles == () and desk.state.reboots == ()
+    assert asked(desk, job="other", seq=2) == [(False, because)]
+    assert asked(desk, job="llama", seq=3)[-1][0]
+    assert asked(desk, "n3")[-1][0], "nobody has that one"
+
+
+def test_ranks_that_live_there_are_in_its_way_too() -> None:
+    desk = Desk()
+    desk.living["n2"] = (Living("llama", 1, 2),)
+    desk.look()
+    assert not asked(desk)[0][0]
+
+
+def test_a_fleet_that_began_anew_waits_for_jobs_to_say_what_they_have() -> None:
+    desk = Desk(jobs=("llama",))
+    assert asked(desk) == []
+    desk.claim("llama", 1, holds=("n2",), keep=("n2",))
+    assert [tell.permit.allowed for tell in desk.of(TellRepair)] == [False]
+
+
+def test_a_node_is_rebooted_twice_within_three_days_whichever_way() -> None:
+    desk = Desk()
+    assert asked(desk, restarts=1, run="a")[-1][0], "what its journal tells the repair judges itself"
+    desk.now += timedelta(hours=2)
+    answer = asked(desk, restarts=1, run="b")
+    assert answer == [(False, "n2 was rebooted 2 times within 3d, 1 of them by its power: a person should look at its hardware")]
+    assert asked(desk, restarts=1, power=False, run="c") == answer, "an ordinary reboot is a reboot as well"
+    assert asked(desk, restarts=0, power=False, run="d")[-1][0]
+    assert asked(desk, restarts=0, run="e")[-1][0]
+    assert not asked(desk, restarts=0, run="f")[-1][0]
+    desk.now += timedelta(days=3)
+    assert asked(desk, restarts=1, run="g")[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("power", "silent", "minutes", "expected"),
+    [(True, "no route", 1, True), (False, "no route", 9, True), (False, "no route", 11, False), (False, "", 1, False)],
+)
+def test_a_repair_is_told_that_a_node_went_silent_as_it_was_rebooted(power: bool, silent: str, minutes: float, expected: bool) -> None:
+    desk = Desk()
+    desk.claim("llama", 1, holds=("n2",), keep=("n2",), suspects=(suspect("n2", isolate=True),))
+    assert asked(desk, power=power, job="llama")[0][0]
+    desk.now += timedelta(minutes=minutes)
+    desk.silent["n2"] = silent
+    desk.look()
+    desk.go(ended("n2", "ambiguous", run="run", job="llama"))
+    desk.claim("llama", 1, seq=2, holds=("n3",), keep=("n3",), suspects=(suspect("n2", isolate=True),))
+    assert [(order.node, order.after_reboot) for order in desk.of(StartRepair)] == [("n2", expected)]
+
+
+def test_a_node_that_nobody_rebooted_is_only_silent() -> None:
+    desk = Desk()
+    desk.silent["n2"] = "no route"
+    desk.look()
+    desk.claim("llama", 1, suspects=(suspect("n2", isolate=True),))
+    assert [order.after_reboot for order in desk.of(StartRepair)] == [False]
+
+
+def test_a_reset_counts_for_nothing() -> None:
+    desk = Desk()
+    desk.go(began("n2"), PermitWanted(replace(permit("n2", step="reset").request, power=False)))
+    assert desk.node("n2").power_cycles == ()
+
+
+def test_power_cycles_are_remembered_by_a_fleet_that_begins_anew() -> None:
+    desk = Desk()
+    asked(desk)
+    known = memory(desk.state)
+    anew = Desk(begun=False)
+    anew.learn(Applied("act", nodes("n1", "n2", "n3", "n4"), desk.limits), JobsFound(()), known)
+    assert anew.node("n2").power_cycles == (desk.now,)
+    assert isinstance(known, Remembered)

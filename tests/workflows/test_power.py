@@ -1,0 +1,300 @@
+"""Power cycles of local nodes, whose processes and power switch are real: once, with leave, and proven, or it is said why not."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.client import Client, WorkflowHandle
+from temporalio.worker import Replayer, Worker
+
+import recovery.repair
+from activities.node import NodeActivities
+from backends import local_power
+from backends.artifact import build_agent
+from backends.local import LocalBackend, cut, heal
+from connection import data_converter
+from recovery import repair_power
+from recovery.evidence import Verdict
+from recovery.policy import Strategy
+from recovery.repair_state import RepairState, Stage
+from recovery.spec import FleetNode, FleetSpec, Power
+from tests.workflows.test_treatment import Told, allows
+from workflows.messages import NodeRepairInput, NodeRepairResult
+from workflows.node_repair import NodeRepair
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+PATIENCE = 60.0
+SOON = timedelta(seconds=2)
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_agent(tmp_path_factory.mktemp("agent"))
+
+
+@dataclass
+class OneNode:
+    known: FleetSpec
+    local: LocalBackend
+
+    def spec(self, fleet: str) -> FleetSpec:
+        if fleet != self.known.name:
+            raise KeyError(f"fleet {fleet!r} is not known to this worker")
+        return self.known
+
+    def backend(self, fleet: str) -> LocalBackend:
+        self.spec(fleet)
+        return self.local
+
+
+@dataclass
+class World:
+    client: Client
+    queue: str
+    fleet: str
+    state: Path
+    backend: LocalBackend
+    told: Told
+    repairs: list[WorkflowHandle[Any, NodeRepairResult]] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.backend.folder("n1")
+
+    @property
+    def cycles(self) -> int:
+        """How often the power command was run."""
+        ran = self.state / "ran"
+        return len(ran.read_text().splitlines()) if ran.exists() else 0
+
+    @property
+    def asked(self) -> list[tuple[str, bool]]:
+        """What the fleet was asked for: its step, and whether it is by power."""
+        return [(message["step"], message["power"]) for signal_, message in self.told.messages if signal_ == "repair_wanted"]
+
+    async def order(self, strategy: Strategy | None = Strategy.REBOOT_NODE, **changes: Any) -> WorkflowHandle[Any, NodeRepairResult]:
+        values = {
+            "fleet": self.fleet,
+            "node": "n1",
+            "strategy": strategy,
+            "because": "it hangs",
+            "by": "ada",
+            "deadline": datetime.now(UTC) + timedelta(minutes=5),
+            "level": 0,
+            **changes,
+        }
+        handle: WorkflowHandle[Any, NodeRepairResult] = await self.client.start_workflow(
+            "NodeRepair",
+            NodeRepairInput(**values),
+            id=f"repair/{self.fleet}/n1",
+            task_queue=self.queue,
+            result_type=NodeRepairResult,
+            task_timeout=timedelta(seconds=2),
+        )
+        self.repairs.append(handle)
+        return handle
+
+    async def ended(self, strategy: Strategy | None = Strategy.REBOOT_NODE, **changes: Any) -> NodeRepairResult:
+        return await asyncio.wait_for((await self.order(strategy, **changes)).result(), PATIENCE)
+
+    async def until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = asyncio.get_running_loop().time() + PATIENCE
+        while not holds():
+            assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
+            await asyncio.sleep(0.05)
+
+    async def until_state(
+        self, repair: WorkflowHandle[Any, NodeRepairResult], holds: Callable[[RepairState], bool], what: str
+    ) -> RepairState:
+        deadline = asyncio.get_running_loop().time() + PATIENCE
+        while True:
+            state = await repair.query(NodeRepair.state)
+            if state is not None and holds(state):
+                return state
+            assert asyncio.get_running_loop().time() < deadline, f"never: {what}: {state}"
+            await asyncio.sleep(0.1)
+
+    async def boot(self) -> str:
+        return str((await self.backend.probe("n1", 20.0, None))["boot_id"])
+
+
+def switch(state: Path, folder: Path, *before: str) -> tuple[str, ...]:
+    """A power command as people have them: a script. It writes down that it ran, and then cuts the power and gives it back."""
+    words = " ".join(f"'{word}'" for word in local_power.command(folder))
+    lines = "\n".join((f"echo $$ >> '{state / 'ran'}'", *before, f"exec {words}"))
+    return ("/bin/sh", "-c", lines, "--password", "hunter2")
+
+
+@asynccontextmanager
+async def made(
+    client: Client,
+    state: Path,
+    agent: Path,
+    *,
+    power: Callable[[Path, Path], tuple[str, ...]] | None = switch,
+    reboots: list[str] | None = None,
+    answers: Callable[[dict[str, Any]], Awaitable[bool | None]] = allows,
+    repairs: str = "act",
+) -> AsyncIterator[World]:
+    """A node without GPUs, its worker, and somebody in its fleet's place. Leaving it replays each history."""
+    name = f"f-{uuid.uuid4().hex[:8]}"
+    folder = state / "nodes" / "n1"
+    given = None if power is None else Power(cycle=power(state, folder))
+    node = FleetNode(name="n1", address="127.0.0.1", power=given)
+    spec = FleetSpec.model_validate({"name": name, "backend": "local", "repairs": repairs, "nodes": [node]})
+    backend, kept = LocalBackend(spec, state, agent, answer_within=1.0), local_power.command
+    if reboots is not None:
+        local_power.command = lambda folder: reboots
+    one = World(client, f"q-{uuid.uuid4().hex[:8]}", name, state, backend, Told(client, name, answers))
+    try:
+        await one.boot()
+        nodes = NodeActivities(OneNode(spec, backend))
+        async with Worker(
+            client,
+            task_queue=one.queue,
+            workflows=[NodeRepair],
+            activities=[nodes.read_terms, nodes.check_nodes, nodes.order_repair, one.told.tell_fleet],
+            max_cached_workflows=0,
+            max_heartbeat_throttle_interval=timedelta(milliseconds=100),
+            graceful_shutdown_timeout=timedelta(seconds=5),
+        ):
+            yield one
+            for repair in one.repairs:
+                await Replayer(workflows=[NodeRepair], data_converter=data_converter()).replay_workflow(await repair.fetch_history())
+    finally:
+        local_power.command = kept
+        heal(folder)
+        await backend.close()
+        local_power.reboot(folder)
+
+
+async def test_a_person_has_the_power_of_a_node_cycled_and_it_is_proven_and_examined(server: Client, tmp_path: Path, agent: Path) -> None:
+    async with made(server, tmp_path, agent) as world:
+        before = await world.boot()
+        ended = await world.ended(power=True, approved_by="ada")
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
+        assert ended.because.startswith("n1 was power-cycled and is healthy")
+        assert await world.boot() != before
+        assert (world.cycles, world.asked) == (1, [("reboot", True)])
+        history = str((await world.repairs[0].fetch_history()).to_json())
+        assert "hunter2" not in history, "what the command is given may be a password"
+
+
+async def test_a_node_that_cannot_reboot_has_its_power_cycled(server: Client, tmp_path: Path, agent: Path) -> None:
+    async with made(server, tmp_path, agent, reboots=["false"]) as world:
+        ended = await world.ended()
+        assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
+        assert world.asked == [("reboot", False), ("reboot", True)]
+
+
+async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_without_it_keeps_it(
+    server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair_power, "SILENT_FOR", SOON)
+    seen: list[dict[str, Any]] = []
+
+    async def once(request: dict[str, Any]) -> bool | None:
+        seen.append(request)
+        return len(seen) > 1
+
+    def heals(state: Path, folder: Path) -> tuple[str, ...]:
+        return switch(state, folder, f"rm -f '{folder / 'cut'}'")
+
+    async with made(server, tmp_path, agent, power=heals, answers=once) as world:
+        before = await world.boot()
+        cut(world.folder)
+        refused = await world.ended(power=True, approved_by="ada")
+        assert (refused.outcome, world.cycles) == ("refused", 0)
+        assert refused.because.startswith(f"fleet {world.fleet} does not let it power cycle n1")
+        # Nobody had read a boot id, and the uptime of a local node is its machine's: the answer after it proves nothing by itself.
+        repair = await world.order(power=True, approved_by="ada", deadline=datetime.now(UTC) + timedelta(seconds=40))
+        await world.until(lambda: world.cycles == 1, "its power was cycled")
+        await world.until_state(repair, lambda state: state.boot_id not in ("", before), "its boot id was read")
+        await repair.cancel()
+        assert [request["power"] for request in seen] == [True, True]
+        await repair.terminate("it would look until its deadline")
+
+
+async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
+    server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair_power, "LAST_LOOK", SOON)
+    async with made(server, tmp_path, agent, reboots=["true"]) as world:
+        ended = await world.ended(deadline=datetime.now(UTC) + timedelta(seconds=8))
+        assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
+        assert world.asked == [("reboot", False), ("reboot", True)]
+        assert [message["restarts"] for signal, message in world.told.messages if signal == "repair_wanted"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("power", "because"),
+    [
+        pytest.param(
+            ("/bin/sh", "-c", "echo Error: Unable to establish IPMI v2 session >&2; exit 1", "hunter2"),
+            "sh, which was to cycle the power of n1, ended with 1: Error: Unable to establish IPMI v2 session",
+            id="it fails",
+        ),
+        pytest.param(
+            ("/nowhere/ipmitool", "hunter2"),
+            "the power of n1 cannot be cycled: ipmitool cannot be run by the worker: No such file or directory",
+            id="there is none",
+        ),
+    ],
+)
+async def test_a_power_command_that_fails_is_said_in_a_sentence(
+    server: Client, tmp_path: Path, agent: Path, power: tuple[str, ...], because: str
+) -> None:
+    async with made(server, tmp_path, agent, power=lambda state, folder: power) as world:
+        ended = await world.ended(power=True, approved_by="ada")
+        assert (ended.outcome, ended.because) == ("refused", because)
+        assert "hunter2" not in str((await world.repairs[0].fetch_history()).to_json())
+
+
+async def test_a_node_without_a_power_command_is_refused_one(server: Client, tmp_path: Path, agent: Path) -> None:
+    async with made(server, tmp_path, agent, power=None) as world:
+        ended = await world.ended(power=True, approved_by="ada")
+        assert (ended.outcome, ended.because) == (
+            "refused",
+            f"the power of n1 cannot be cycled: the file of fleet {world.fleet} gives it no power: {{cycle: [COMMAND, …]}}",
+        )
+
+
+async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_again(
+    server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery.repair, "POWER_WITHIN", timedelta(seconds=1))
+
+    def hangs(state: Path, folder: Path) -> tuple[str, ...]:
+        return ("/bin/sh", "-c", f"echo $$ >> '{state / 'ran'}'; sleep 600 & wait")
+
+    async with made(server, tmp_path, agent, power=hangs) as world:
+        repair = await world.order(power=True, approved_by="ada")
+        await world.until_state(repair, lambda state: bool(state.attempts), "it was given up")
+        state = await world.until_state(
+            repair, lambda state: state.log[-1].because == f"n1 still runs on boot id {state.boot_id}", "looked at"
+        )
+        assert any("sh did not end within 1 s" in one.because for one in state.log)
+        (pid,) = (tmp_path / "ran").read_text().split()
+        assert not Path("/proc", pid).exists()
+        local_power.reboot(world.folder)  # it happens after all
+        ended = await asyncio.wait_for(repair.result(), PATIENCE)
+        assert (ended.outcome, world.cycles) == ("done", 1)
+        assert ended.because.startswith("n1 was rebooted and is healthy"), "by its power or not, nobody knows"
+
+
+async def test_where_repairs_are_asked_for_the_power_is_asked_for_by_itself(server: Client, tmp_path: Path, agent: Path) -> None:
+    async with made(server, tmp_path, agent, reboots=["false"], repairs="ask") as world:
+        repair = await world.order(approved_by="ada")
+        await world.until_state(repair, lambda state: state.stage is Stage.ASKING and state.power, "a question")
+        assert world.cycles == 0
+        await repair.execute_update("answer", {"decision": "approve", "by": "bo", "because": "do it"})
+        ended = await asyncio.wait_for(repair.result(), PATIENCE)
+        assert (ended.outcome, world.cycles) == ("done", 1)
