@@ -42,6 +42,7 @@ def _worth(record: NodeRecord) -> NodeRecord:
         by=record.by if out else "",
         since=record.since if out else None,
         drain=record.drain,
+        power_cycles=record.power_cycles,
         marks=record.marks,
         verdict=record.verdict,
         verdict_at=record.verdict_at,
@@ -94,8 +95,13 @@ def _taken_over(state: FleetState, fact: Remembered) -> FleetState:
 
 
 def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
-    # A person who has released it since has said the last word; so has whoever took it out of service anew.
-    if known is None or record.standing is not Standing.IN_SERVICE or record.since is not None:
+    if known is not None:
+        record = replace(record, power_cycles=(*known.power_cycles, *record.power_cycles))
+    if known is None:
+        return record
+    # A person who has released it since has said the last word; so has whoever took it out of service anew. A job that suspects it has not.
+    is_news = record.standing is not Standing.IN_SERVICE or record.since is not None
+    if is_news and not (record.standing is Standing.SUSPECT and known.standing is Standing.QUARANTINED):
         return record
     old = {_name(mark) for mark in known.marks}
     new = tuple(mark for mark in record.marks if _name(mark) not in old)

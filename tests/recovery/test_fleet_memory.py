@@ -156,6 +156,17 @@ def test_what_a_person_has_said_of_a_node_since_counts(since: Fact, standing: St
     assert (desk.node("n1").standing, desk.node("n1").by) == (standing, by)
 
 
+def test_a_job_that_suspects_a_node_since_does_not_lift_what_a_person_has_said_before() -> None:
+    desk = anew()
+    desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
+    assert desk.node("n1").standing is Standing.SUSPECT
+    desk.go(before(GRACE))
+    node = desk.node("n1")
+    assert (node.standing, node.because, node.by) == (Standing.QUARANTINED, "a fan", "grace")
+    assert [mark.job for mark in node.marks] == ["a"]  # what the job knows against it is kept
+    assert desk.of(StartRepair) == []
+
+
 def test_what_an_examination_has_found_since_counts() -> None:
     bad = ended("n1", "refused", "r0", job="a", verdict=Verdict.UNHEALTHY)
     desk = anew(began("n1"), ended("n1", job="a"), before(began("n1", "r0"), bad))
