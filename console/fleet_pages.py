@@ -7,7 +7,21 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from console.fleet_views import STATES, Tenant, count, health, health_text, iso, node_state, reason, repair_ids, rows, since_text, tenants
+from console.fleet_views import (
+    STATES,
+    Tenant,
+    count,
+    health,
+    health_text,
+    iso,
+    jobs_on,
+    node_state,
+    reason,
+    repair_ids,
+    rows,
+    since_text,
+    tenants,
+)
 from console.views import age, names
 from recovery.evidence import Verdict
 from recovery.fleet.model import Applied, ClaimRecord, FleetState, Mark, NodeRecord
@@ -27,8 +41,16 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
     if state.awaited:
         notes.append(f"the fleet was started anew and asks what they hold: {names(list(state.awaited))}")
     for record in _waiting(state):
-        wanted = f"{record.claim.job} waits for {count(record.claim.nodes, 'node')}"
+        claim = record.claim
+        more = f" to {claim.most}" if claim.nodes < claim.up_to else ""
+        wanted = f"{claim.job} waits for {claim.nodes}{more} node{'s' * (claim.up_to != 1)}"
         notes.append(f"{wanted}{since_text(record.waiting_since, now)}: {record.said or 'it has just asked'}")
+    for record in state.claims:
+        claim = record.claim
+        if claim.more_at is not None and claim.more_at > now:
+            notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on")
+        elif claim.more_at is not None:
+            notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them")
     notes += [f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.because}" for request in state.requests]
     return notes
 
@@ -64,6 +86,9 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
         "requests": [{"repair": r.workflow, "node": r.node, "step": r.step, "because": r.because} for r in state.requests],
         "reboots": [iso(at) for at in state.reboots],
         "awaited": list(state.awaited or ()),
+        "offers": [
+            {"job": one.job, "nodes": [place.node for place in one.places], "until": iso(one.until)} for one in state.offers if one.places
+        ],
         "notices": list(state.notices),
     }
 
@@ -106,7 +131,8 @@ def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: date
         lines += [f"held        {look.held}"] if look.held else []
         lines += [f"living      job {one.job}, submission {one.submission}, generation {one.generation}" for one in look.living]
     for tenant in here:
-        lines.append(f"has it      job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}")
+        has = "has it " if tenant.offered is None else "offered"
+        lines.append(f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}")
     if drain is not None:
         lines.append(f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.because}")
     lines.append(f"repair      {_address(*repair_ids(record.repair), web)}" if record.repair else "repair      none is under way")
@@ -175,14 +201,16 @@ def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
                 "gpus": list(one.place.gpus) if one.place else [],
             }
             for one in here
+            if one.offered is None
         ],
+        "offered": [{"job": one.job, "until": iso(one.offered)} for one in here if one.offered is not None],
         "living": [{"job": one.job, "submission": one.submission, "generation": one.generation} for one in living],
     }
 
 
 def quarantined_sentence(fleet: FleetState, node: str) -> str:
     record = next(record for record in fleet.nodes if record.name == node)
-    jobs = sorted({tenant.job for tenant in tenants(fleet).get(node, ())})
+    jobs = sorted(jobs_on(tenants(fleet).get(node, ())))
     if not jobs:
         stays = "nobody has it, and nobody"
     elif record.drain is None:
@@ -202,7 +230,7 @@ def leaving(fleet: FleetState) -> list[str]:
     """Nodes that are gone from the file and that somebody still has."""
     known = tenants(fleet)
     return [
-        f"{record.name} stays until it is free: {names([tenant.job for tenant in known[record.name]]) or 'a repair'} is on it"
+        f"{record.name} stays until it is free: {names(jobs_on(known[record.name])) or 'a repair'} is on it"
         for record in fleet.nodes
         if record.gone
     ]

@@ -29,6 +29,8 @@ class Tenant:
     submission: int
     place: Place | None
     """None: its ranks live there, and it has not claimed the node."""
+    offered: datetime | None = None
+    """It does not have it: till then nobody else gets it, if the job wants to grow."""
 
 
 Tenants = Mapping[str, tuple[Tenant, ...]]
@@ -42,10 +44,20 @@ def tenants(state: FleetState) -> Tenants:
             found.setdefault(place.node, []).append(Tenant(record.claim.job, record.claim.submission, place))
     for node in state.nodes:
         here = found.setdefault(node.name, [])
+        here += [
+            Tenant(offer.job, offer.submission, place, offer.until)
+            for offer in state.offers
+            for place in offer.places
+            if place.node == node.name
+        ]
         for living in node.look.living if node.look else ():
             if all(tenant.job != living.job for tenant in here):
                 here.append(Tenant(living.job, living.submission, None))
     return {node: tuple(here) for node, here in found.items()}
+
+
+def jobs_on(here: Sequence[Tenant]) -> list[str]:
+    return list(dict.fromkeys(tenant.job for tenant in here if tenant.offered is None))
 
 
 def gpus_used(record: NodeRecord, here: Sequence[Tenant]) -> int:
@@ -56,7 +68,7 @@ def gpus_used(record: NodeRecord, here: Sequence[Tenant]) -> int:
 
 def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
     """One of STATES: what keeps somebody from getting the node comes first."""
-    if record.drain is not None and here:
+    if record.drain is not None and jobs_on(here):
         return "draining"
     if record.standing is not Standing.IN_SERVICE:
         return str(record.standing)
@@ -64,7 +76,7 @@ def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
         return "repairing"
     if record.look is None or record.look.silent:
         return "silent"
-    return "held" if record.look.held else "busy" if here else "free"
+    return "held" if record.look.held else "busy" if jobs_on(here) else "free"
 
 
 def health(record: NodeRecord) -> tuple[Verdict, str]:
@@ -125,6 +137,8 @@ def reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple[str,
         return look.held, None, None
     if unclaimed := [tenant.job for tenant in here if tenant.place is None]:
         return f"ranks of {names(unclaimed)} live there, by no claim that the fleet knows", None, None
+    if offers := [tenant for tenant in here if tenant.offered is not None]:
+        return "; ".join(f"offered to job {tenant.job} until {iso(tenant.offered)}" for tenant in offers), None, None
     return "", None, None
 
 
@@ -140,7 +154,7 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
     because, by, since = reason(record, state, here)
     verdict, says = health(record)
     look, drain = record.look, record.drain
-    jobs = list(dict.fromkeys(tenant.job for tenant in here))
+    jobs = jobs_on(here)
     return {
         "name": record.name,
         "state": state,
@@ -198,7 +212,7 @@ def table_row(record: NodeRecord, here: Sequence[Tenant], now: datetime) -> tupl
     """What stands under TITLES."""
     state = node_state(record, here)
     gpus = f"{gpus_used(record, here)}/{record.spec.gpus}" if record.spec.gpus else "-"
-    jobs = names(list(dict.fromkeys(tenant.job for tenant in here)))
+    jobs = names(jobs_on(here))
     return record.name, state, jobs, gpus, health_text(record, now), history_text(record.marks, now), _because(record, state, here, now)
 
 
@@ -224,7 +238,7 @@ def _because(record: NodeRecord, state: str, here: Sequence[Tenant], now: dateti
     because, by, since = reason(record, state, here)
     who = ", ".join(part for part in (by, f"{age(now - since)} ago" if since else "") if part)
     parts = [f"{because} ({who})" if who else because]
-    if record.drain is not None and here:
+    if record.drain is not None and jobs_on(here):
         parts.append(f"to be left within {age(record.drain.until - now)}")
     if state != "silent" and record.look is not None and record.look.silent:
         parts.append(f"does not answer{since_text(record.silent_since, now)}: {record.look.silent}")

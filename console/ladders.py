@@ -30,8 +30,9 @@ STRATEGIES = {
     Strategy.REBOOT_NODE: "the suspected node is rebooted, then all ranks start anew",
     Strategy.REPLACE_NODE: "another node takes the suspect's place, the others stay",
     Strategy.RESCHEDULE_JOB: "all places are given anew",
+    Strategy.SHRINK: "the suspects are left, and no others take their places; for jobs of `nodes: {min, max}` only",
 }
-SUSPECTS_NEEDED = (Strategy.REPLACE_NODE, Strategy.RESET_GPU, Strategy.REBOOT_NODE)
+SUSPECTS_NEEDED = (Strategy.REPLACE_NODE, Strategy.RESET_GPU, Strategy.REBOOT_NODE, Strategy.SHRINK)
 
 KEYS = {"job": "job", "cause": "cause", "node": "node", "gpu": "GPU", "code": "code"}
 
@@ -93,6 +94,7 @@ def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]
             "no_progress_stop": None if policy.no_progress_stop == "off" else policy.no_progress_stop,
             "no_progress_ask": None if policy.no_progress_ask == "off" else policy.no_progress_ask,
             "healthy_for": policy.healthy_for.total_seconds(),
+            "grow_after": None if policy.grow_after == "off" else policy.grow_after.total_seconds(),
         },
         "ladders": [
             {"causes": [str(cause) for cause in causes], "rungs": [_rung_view(number, rung) for number, rung in enumerate(ladder, start=1)]}
@@ -194,6 +196,8 @@ def _then(rung: Rung) -> str:
         ways.append(f"the verdict is {_or(others)}")
     if rung.codes:
         ways.append("the code is another")
+    if rung.strategy is Strategy.SHRINK:
+        ways.append("fewer than its min would be left")
     return ", or ".join(ways)
 
 

@@ -27,7 +27,7 @@ PASSED_ON_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "PYTHON")
 
 
 def job_of(
-    command: list[str], nodes: int, nproc: int, policy: str | None, name: str | None, env: list[str], fleet: str | None
+    command: list[str], nodes: str, nproc: int, policy: str | None, name: str | None, env: list[str], fleet: str | None
 ) -> dict[str, Any]:
     """Return the job as a mapping of what was typed."""
     if not command:
@@ -137,7 +137,7 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
         interruptions: asyncio.Queue[None] = asyncio.Queue()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, interruptions.put_nowait, None)
-        say(f"job {spec.name} submitted: {spec.world_size} ranks on {spec.node_count} nodes")
+        say(f"job {spec.name} submitted: {spec.size}")
         from console import follow, jobs  # while the ranks start
 
         following = asyncio.create_task(follow.follow_with_logs(client, settings.task_queue, spec.name, say))

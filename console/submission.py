@@ -72,7 +72,7 @@ async def submit(
             task_timeout=TASK_TIMEOUT,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
             id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
-            static_summary=f"{spec.name}: {spec.world_size} ranks on {spec.node_count} nodes"[:200],
+            static_summary=f"{spec.name}: {spec.size}"[:200],
             static_details=f"    {' '.join(spec.command)}"[:2000] + f"\n\nfleet {spec.fleet}, submitted by {argument.submitted_by}",
             search_attributes=TypedSearchAttributes([SearchAttributePair(PHASE, "QUEUED"), SearchAttributePair(GENERATION, 0)]),
             memo={"phase": "QUEUED", "because": because or "submitted", "next": "nodes are acquired"},

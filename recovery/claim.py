@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from recovery.causes import HARDWARE_CAUSES
 from recovery.fleet.model import Claim, Place, Suspect
 from recovery.model import Incident, JobState, Phase
@@ -14,15 +16,46 @@ SUSPECTS_OF_ONE = 4
 
 def claim(job: JobState, seq: int, *, keep: tuple[str, ...] = (), avoid: tuple[str, ...] = (), queue: bool = False) -> Claim:
     """The job wants its nodes, goes on with `keep`, and has whatever its ranks may still live on."""
-    return _claim(job, seq, job.spec.node_count, keep, avoid, running=not queue and bool(job.slots))
+    return _claim(job, seq, job.spec.fewest_nodes, keep, avoid, running=not queue and bool(job.slots), most=job.spec.node_count)
+
+
+def as_it_is(job: JobState, seq: int, keep: tuple[str, ...]) -> Claim:
+    """The job goes on with what it has, and says when it would take more."""
+    if not job.spec.is_elastic:
+        return claim(job, seq, keep=keep)
+    at = more_at(job)
+    avoid = tuple(one.node for one in job.avoided) if at is not None else ()
+    most = job.spec.node_count if at is not None else len(keep)
+    return _claim(job, seq, len(keep), keep, avoid, running=bool(job.slots), most=most, at=at)
+
+
+def more_at(job: JobState) -> datetime | None:
+    """When more nodes are worth a restart to it. None: it needs no more, or something else comes first."""
+    after = job.policy.grow_after
+    if after == "off" or job.launched_at is None or len(job.slots) >= job.spec.node_count:
+        return None
+    if job.phase is not Phase.RUNNING or job.incident is not None or job.leaving:
+        return None
+    closed = job.incidents[-1].closed if job.incidents else None
+    return max(job.launched_at, closed or job.launched_at) + after
 
 
 def give_back(job: JobState, seq: int) -> Claim:
     """The job wants nothing for now, or for ever; it has what its ranks may still live on."""
-    return _claim(job, seq, 0, (), (), running=False)
+    return _claim(job, seq, 0, (), (), running=False, most=0)
 
 
-def _claim(job: JobState, seq: int, nodes: int, keep: tuple[str, ...], avoid: tuple[str, ...], *, running: bool) -> Claim:
+def _claim(
+    job: JobState,
+    seq: int,
+    nodes: int,
+    keep: tuple[str, ...],
+    avoid: tuple[str, ...],
+    *,
+    running: bool,
+    most: int,
+    at: datetime | None = None,
+) -> Claim:
     shares = {slot.node: slot for slot in job.slots}
     held = tuple(dict.fromkeys((*keep, *job.maybe_alive)))
     return Claim(
@@ -30,6 +63,10 @@ def _claim(job: JobState, seq: int, nodes: int, keep: tuple[str, ...], avoid: tu
         submission=job.submission,
         seq=seq,
         nodes=nodes,
+        # As they always were for a job of one size.
+        most=most if job.spec.is_elastic else 0,
+        had=len(job.slots) if job.spec.is_elastic else 0,
+        more_at=at,
         gpus=job.spec.gpus_per_node,
         priority=job.spec.priority,
         since=job.submitted_at,

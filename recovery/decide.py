@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from typing import assert_never
 
 from recovery.causes import Cause
+from recovery.claim import more_at
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
+    Answered,
     CancelRequested,
     DeadlinePassed,
     Event,
@@ -23,7 +26,9 @@ from recovery.events import (
     NodeReturned,
     NodesAcquired,
     NodesExamined,
+    NodesGranted,
     NodesMissing,
+    NodesOffered,
     NodeUnreachable,
     PolicyChanged,
     ProgressSeen,
@@ -40,6 +45,7 @@ from recovery.events import (
 from recovery.fencing import fences, may_leave_lost_behind
 from recovery.ladder import climb
 from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Recovering, Relaunch, Stop, Wait
+from recovery.policy import Strategy
 from recovery.spec import duration
 
 CANCELLED_EXIT_CODE = 130
@@ -71,6 +77,13 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case NodesMissing(hopeless=True):
             return Stop(Phase.FAILED, event.because, exit_code=2)
         case NodesMissing():
+            if not job.slots:
+                # Nothing of it has begun: it stands in a queue, which may take its time.
+                return Wait(
+                    Phase.QUEUED,
+                    event.because,
+                    next="ranks are launched as soon as the fleet has enough nodes for it; `cancel` takes it out of the queue",
+                )
             # The fleet says it again when something has changed; the wait is the same one.
             waits = job.phase is Phase.WAITING_FOR_NODES and job.next.at is not None
             until = job.next.at if waits else now + job.policy.timeouts.answer_within
@@ -80,8 +93,12 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
                 next="ranks are launched as soon as the fleet has enough nodes for it; after the deadline a person is asked",
                 until=until,
             )
+        case NodesOffered():
+            return _on_offer(job, event, now)
+        case NodesGranted():
+            return _on_more(job, event, now)
         case Launched():
-            return _running(job, f"generation {job.generation} runs on {_names(tuple(slot.node for slot in job.slots))}", now)
+            return _running(job, _runs(job), now)
         case LaunchRefused() if (higher := _seen_higher(job, event)) is not None:
             return higher
         case LaunchFailed(started=False) if not (set(event.unreachable) & set(job.maybe_alive)):
@@ -114,6 +131,8 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case CancelRequested():
             who = f" by {event.by}" if event.by else ""
             return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
+        case Answered():
+            return _on_answer(job, event)
         case NodeDeclaredDead():
             return _on_declared_dead(job, event, now)
         case LeaveDue() if job.phase is Phase.RUNNING and (leaving := next((n for n in job.leaving if n.node == event.node), None)):
@@ -161,11 +180,22 @@ def _while_ending(job: JobState, event: Event) -> Decision:
     return Ignore(f"the job is ending: {job.ending.because}")
 
 
+def _runs(job: JobState) -> str:
+    runs = f"generation {job.generation} runs on {_names(tuple(slot.node for slot in job.slots))}"
+    if not job.fewer:
+        return runs
+    grows = "it stays so, grow_after is off" if job.policy.grow_after == "off" else "it grows again when the fleet has more"
+    return f"{runs}; {job.fewer}; {grows}"
+
+
 def _running(job: JobState, because: str, now: datetime) -> Wait:
     if job.lost:
         return Wait(Phase.NODE_LOST, because, next=_lost_next(job))
     if job.incident is None:
-        return Wait(Phase.RUNNING, because, next="the job ends when all ranks have exited with 0")
+        at = more_at(replace(job, phase=Phase.RUNNING))
+        when = f"from {at:%Y-%m-%d %H:%M:%S} UTC on" if at is not None and at > now else "now"
+        grows = "" if at is None else f"{when} it takes more nodes when the fleet has them, by a restart of all ranks; "
+        return Wait(Phase.RUNNING, because, next=f"{grows}the job ends when all ranks have exited with 0")
     healthy_at = (job.launched_at or now) + job.policy.healthy_for
     passed = "the first step is reported" if job.incident.reached is None else f"training has passed step {job.incident.reached}"
     return Wait(
@@ -185,6 +215,37 @@ def _lost_next(job: JobState) -> str:
         "when it answers it simply goes on; when the other ranks stop advancing, "
         "ranks are launched without it, once it must have stopped its own"
     )
+
+
+def _on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decision:
+    """More nodes are worth a restart when it has run well for long enough; they are asked for before anything is stopped."""
+    at = more_at(job)
+    if at is None or now < at or now >= event.until:
+        return Ignore(f"the fleet offers {_names(event.nodes)}, and it is not the time to grow")
+    return Wait(
+        Phase.RUNNING,
+        _offered(job, event.nodes),
+        next="the ranks run on; when the fleet has granted the nodes, all start anew",
+    )
+
+
+def _on_more(job: JobState, event: NodesGranted, now: datetime) -> Decision:
+    at = more_at(job)
+    has = {slot.node for slot in job.slots}
+    more = tuple(node for node in event.nodes if node not in has)
+    if more and has <= set(event.nodes) and at is not None and now >= at:
+        return Relaunch(job.generation + 1, _offered(job, more), strategy=Strategy.GROW)
+    if job.phase is Phase.RUNNING:
+        return _running(job, f"{_runs(job)}; it was offered more and has not grown: {_not_grown(more)}", now)
+    return Ignore("it is not the time to grow any more")
+
+
+def _not_grown(more: tuple[str, ...]) -> str:
+    return "it is not the time any more" if more else "when it asked for them there were none"
+
+
+def _offered(job: JobState, more: tuple[str, ...]) -> str:
+    return f"the fleet offers {_names(more)}: {len(job.slots)} -> {len(job.slots) + len(more)} nodes"
 
 
 def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
@@ -210,6 +271,8 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
                 f"the fleet had not enough nodes for it within {duration(job.policy.timeouts.answer_within)}: {job.because}",
                 question="add nodes and `retry`, or `cancel`?",
             )
+        case Phase.WAITING_FOR_PERSON if job.snoozed and job.asked is not None:
+            return job.asked
         case Phase.WAITING_FOR_PERSON if job.lost:
             return Ask(
                 f"{_names(job.lost_names)} still does not answer, and nobody has said what to do",
@@ -219,6 +282,45 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.because}", exit_code=1)
         case _:
             return Ignore(f"nothing waits in phase {job.phase}")
+
+
+def may_answer(job: JobState, decision: str) -> str:
+    """Why this is no answer now, a clause; empty: it is one."""
+    if job.phase is Phase.WAITING_FOR_PERSON or (decision == "take-over" and job.phase in ACTING):
+        return ""
+    if decision == "take-over":
+        return f"it is {job.phase}: only what waits, or what is launched, examined or repaired, can be taken over"
+    return f"it is {job.phase} and asks nothing"
+
+
+ACTING = (Phase.QUEUED, Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES)
+"""Phases in which no rank trains and relaunch works at it by itself."""
+
+
+def _asked(job: JobState) -> str:
+    return job.asked.because if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON else job.because
+
+
+def _on_answer(job: JobState, event: Answered) -> Decision:
+    if why := may_answer(job, event.decision):
+        return Ignore(why)
+    who = event.by or "a person"
+    reason = f": {event.because}" if event.because else ""
+    match event.decision:
+        case "approve":
+            return Relaunch(job.generation + 1, f"{who} approved a new launch{reason}", without=job.lost_names)
+        case "deny":
+            return Stop(Phase.FAILED, f"{who} denied a new launch{reason}; {job.because}", exit_code=1)
+        case "snooze":
+            return Wait(Phase.WAITING_FOR_PERSON, f"{who} snoozed it{reason}; {_asked(job)}", next="it is asked again", until=event.until)
+        case "take-over":
+            return Ask(
+                f"{who} has taken it over{reason}; before that: {_asked(job)}",
+                question="nothing is done until somebody says `answer approve`, `answer deny`, `retry` or `cancel`",
+                waits=True,
+            )
+        case _:
+            assert_never(event.decision)
 
 
 def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:

@@ -97,6 +97,8 @@ class Submitted:
 class NodesAcquired:
     slots: tuple[Slot, ...]
     """In the order of their group ranks."""
+    fewer: str = ""
+    """Why they are fewer than the job would take, a clause; empty: they are not."""
     kind: Literal["NodesAcquired"] = "NodesAcquired"
 
 
@@ -114,6 +116,25 @@ class NodesMissing:
     hopeless: bool = False
     """No wait can help: the fleet has fewer nodes than the job asks for, or there is no such fleet."""
     kind: Literal["NodesMissing"] = "NodesMissing"
+
+
+@dataclass(frozen=True, slots=True)
+class NodesOffered:
+    """The fleet keeps these for the job for a while, beside those that it has."""
+
+    nodes: tuple[str, ...]
+    until: datetime
+    kind: Literal["NodesOffered"] = "NodesOffered"
+
+
+@dataclass(frozen=True, slots=True)
+class NodesGranted:
+    """The fleet's answer to a job that asked for more, while its ranks ran on."""
+
+    generation: int
+    nodes: tuple[str, ...]
+    """All that it may have now."""
+    kind: Literal["NodesGranted"] = "NodesGranted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +314,18 @@ class RetryRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """What a person says to what the job asks, or takes out of its hands."""
+
+    decision: Literal["approve", "deny", "snooze", "take-over"]
+    because: str
+    by: str
+    until: datetime | None = None
+    """Of a snooze: when it is asked again."""
+    kind: Literal["Answered"] = "Answered"
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDeclaredDead:
     node: str
     because: str
@@ -348,6 +381,8 @@ Event = Annotated[
     Submitted
     | NodesAcquired
     | NodesMissing
+    | NodesOffered
+    | NodesGranted
     | RanksFound
     | Launched
     | LaunchRefused
@@ -366,6 +401,7 @@ Event = Annotated[
     | DeadlinePassed
     | CancelRequested
     | RetryRequested
+    | Answered
     | NodeDeclaredDead
     | LeaveAsked
     | LeaveDue

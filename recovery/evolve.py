@@ -61,7 +61,7 @@ from recovery.model import (
     Try,
     Wait,
 )
-from recovery.policy import KEPT_TRIES, Policy
+from recovery.policy import KEPT_TRIES, Policy, Strategy
 from recovery.spec import duration
 
 KEPT_DECISIONS = 40
@@ -75,8 +75,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         return job
     match event:
         case NodesAcquired():
-            used = {slot.node for slot in event.slots}
-            return replace(job, slots=event.slots, leaving=tuple(one for one in job.leaving if one.node in used))
+            return _acquired(job, event, now)
         case RanksFound():
             return replace(job, maybe_alive=tuple(dict.fromkeys((*job.maybe_alive, *event.nodes))))
         case Launched():
@@ -163,6 +162,13 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return job
 
 
+def _acquired(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
+    used = {slot.node for slot in event.slots}
+    if event.fewer and len(event.slots) < len(job.slots):
+        job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {job.generation} goes on with {event.fewer}")
+    return replace(job, slots=event.slots, fewer=event.fewer, leaving=tuple(one for one in job.leaving if one.node in used))
+
+
 def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
     """Write a decision down. A launch's number and its try are spent here, before anything is started."""
     if isinstance(decision, Ignore):
@@ -180,9 +186,12 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
             furthest = job.furthest_step
             if job.progress is not None:
                 furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
+            if decision.strategy is Strategy.GROW:  # no incident has it
+                job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}, GROW: {decision.because}")
             return replace(
                 job,
                 generation=decision.generation,
+                strategy=decision.strategy,
                 phase=Phase.LAUNCHING,
                 because=decision.because,
                 next=Next(f"generation {decision.generation} is launched"),
@@ -213,7 +222,8 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
                 owed=None,
             )
         case Wait():
-            return replace(job, phase=decision.phase, because=decision.because, next=Next(decision.next, decision.until))
+            snoozed = decision.phase is Phase.WAITING_FOR_PERSON
+            return replace(job, phase=decision.phase, because=decision.because, next=Next(decision.next, decision.until), snoozed=snoozed)
         case Ask():
             until = now + job.policy.timeouts.answer_within
             what = "a reminder" if job.lost else "the job fails"
@@ -221,7 +231,9 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
                 job,
                 phase=Phase.WAITING_FOR_PERSON,
                 because=decision.because,
-                next=Next(f"{decision.question} Without an answer: {what}", until),
+                next=Next(decision.question) if decision.waits else Next(f"{decision.question} Without an answer: {what}", until),
+                asked=decision,
+                snoozed=False,
             )
         case Stop():
             return replace(
@@ -268,6 +280,8 @@ def resubmit(
         next=Next("nodes are acquired"),
         generation=0,
         slots=(),
+        fewer="",
+        strategy=None,
         leaving=(),
         lost=(),
         owed=None,

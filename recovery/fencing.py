@@ -18,7 +18,7 @@ FENCE_MARGIN = timedelta(seconds=5)
 
 def fences(job: JobState) -> bool:
     """Whether ranks of this job stop themselves when they are cut off from everybody."""
-    return job.policy.strict_lease or (job.spec.gang == "lockstep" and job.spec.node_count > 1)
+    return job.policy.strict_lease or (job.spec.gang == "lockstep" and job.gang_size > 1)
 
 
 def may_leave_lost_behind(job: JobState) -> bool:

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from recovery.causes import OWN_CAUSES, Cause
 from recovery.evidence import Verdict
-from recovery.model import Ask, Decision, Diagnosis, Examine, JobState, Phase, Recovering, Relaunch, Repair, Stop, Try
+from recovery.model import Ask, Decision, Diagnosis, Examine, JobState, Phase, Recovering, Relaunch, Repair, Slot, Stop, Try
 from recovery.policy import Rung, Strategy
 from recovery.spec import duration
 
@@ -28,7 +28,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
         asked = asked or bool(rung.when)
         if recovering.examined is not None and not asked:
             continue  # passed before the question; the suspects may be others since, with tries of their own
-        if not _applies(rung, fault, recovering, without):
+        if not _applies(job, rung, fault, recovering, without):
             continue
         used = tries_used(job, rung, fault, now)
         if rung.tries is not None and used >= rung.tries:
@@ -110,8 +110,22 @@ def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return bool(set(one) & set(other)) or one == other
 
 
-def _applies(rung: Rung, fault: Diagnosis, recovering: Recovering, without: tuple[str, ...]) -> bool:
+def left_with(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
+    """Return the places that the job could go on with alone, if it did not use these nodes."""
+    gone = {*without, *(one.node for one in job.leaving), *(one.node for one in job.avoided)}
+    return tuple(slot for slot in job.slots if slot.node not in gone)
+
+
+def why_left(job: JobState, left: tuple[Slot, ...]) -> str:
+    names = {slot.node for slot in left}
+    gone = tuple(slot.node for slot in job.slots if slot.node not in names)
+    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {_names(gone)}"
+
+
+def _applies(job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovering, without: tuple[str, ...]) -> bool:
     if rung.label in recovering.failed:
+        return False
+    if rung.strategy is Strategy.SHRINK and len(job.slots) <= job.spec.fewest_nodes:
         return False
     if rung.codes and not {fault.code, f"exit {fault.exit_code}"} & set(rung.codes):
         return False
@@ -119,6 +133,10 @@ def _applies(rung: Rung, fault: Diagnosis, recovering: Recovering, without: tupl
         return True  # where nobody is suspected, an examination may find whom
     if rung.strategy.repairs:
         return bool(fault.nodes)
+    if rung.strategy is Strategy.SHRINK:
+        suspects = (*without, *fault.nodes)
+        named = any(slot.node in suspects for slot in job.slots)
+        return named and len(left_with(job, suspects)) >= job.spec.fewest_nodes
     return rung.strategy is not Strategy.REPLACE_NODE or bool(fault.nodes or without)
 
 
@@ -167,11 +185,14 @@ def _repair(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetim
 
 
 def _relaunch(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetime, without: tuple[str, ...]) -> Relaunch:
-    if rung.isolate or rung.strategy is Strategy.REPLACE_NODE:
+    because = _reason(fault, rung, used)
+    if rung.isolate or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK):
         without = tuple(dict.fromkeys((*without, *fault.nodes)))
+    if rung.strategy is Strategy.SHRINK:
+        because += f", to {len(left_with(job, without))} of {job.spec.node_count} nodes"
     return Relaunch(
         job.generation + 1,
-        _reason(fault, rung, used),
+        because,
         strategy=rung.strategy,
         take=_take(fault, rung, now),
         left=_left(job, fault, rung, used),

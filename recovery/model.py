@@ -106,7 +106,7 @@ class Relaunch:
     generation: int
     because: str
     strategy: Strategy | None = None
-    """None: not a rung of a ladder (the first launch, a person's retry, a node that has seen a newer token)."""
+    """None: not a rung of a ladder (the first launch, a person's retry, a node that has seen a newer token). GROW: nor is that."""
     take: Try | None = None
     """The rung's try, reserved before anything is done."""
     left: str = ""
@@ -184,6 +184,8 @@ class Ask:
 
     because: str
     question: str
+    waits: bool = False
+    """For as long as it takes: somebody has taken it over."""
     kind: Literal["Ask"] = "Ask"
 
 
@@ -358,9 +360,17 @@ class JobState:
     generation: int = 0
     """The highest one reserved."""
     slots: tuple[Slot, ...] = ()
+    fewer: str = ""
+    """Why these are fewer than it would take, a clause of when they were given; empty: they are not."""
+    strategy: Strategy | None = None
+    """By which the newest generation was decided."""
     maybe_alive: tuple[str, ...] = ()
     """Nodes on which ranks of some generation of this job may live: started there and not proven gone."""
     lost: tuple[LostNode, ...] = ()
+    asked: Ask | None = None
+    """What a person was asked last, as it was asked first."""
+    snoozed: bool = False
+    """The wait for an answer is somebody's snooze, and its end asks again."""
     owed: Diagnosis | None = None
     """A fault that waits for a lost node, because nothing can be launched while that one may go on."""
     recovering: Recovering | None = None
@@ -398,6 +408,11 @@ class JobState:
     @property
     def token(self) -> Token:
         return Token(self.namespace, self.name, self.submission, self.generation)
+
+    @property
+    def gang_size(self) -> int:
+        """Nodes of the newest generation; where that is not known, the fewest that it may have had."""
+        return len(self.slots) or self.spec.fewest_nodes
 
     @property
     def lost_names(self) -> tuple[str, ...]:

@@ -38,6 +38,10 @@ class Strategy(StrEnum):
     """Another node takes the place of each suspect; the others stay."""
     RESCHEDULE_JOB = "RESCHEDULE_JOB"
     """All places are given anew."""
+    SHRINK = "SHRINK"
+    """Without the suspects, with what is left: for jobs that may have fewer nodes."""
+    GROW = "GROW"
+    """No rung: what a job does that may have more nodes when its fleet offers them."""
     ASK = "ASK"
     FAIL = "FAIL"
 
@@ -108,14 +112,23 @@ class Rung(Strict):
         seconds = self.delay.total_seconds() * self.backoff ** min(used, 64)
         return max(self.delay, min(timedelta(seconds=min(seconds, MAX_BACKOFF.total_seconds())), MAX_BACKOFF))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _shrinks_for_nothing(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("strategy") == Strategy.SHRINK:
+            return {"spends": False, **value}
+        return value
+
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         for condition, sentence in (
+            (self.strategy is Strategy.GROW, "GROW is no answer to a fault: grow_after says when a job takes more nodes"),
+            (self.strategy is Strategy.SHRINK and self.spends, "SHRINK never takes one of max_restarts: leave spends out"),
             (self.strategy.ends and self.tries is not None, f"{self.strategy} ends a ladder: it takes no tries"),
             (self.strategy.ends and bool(self.delay), f"{self.strategy} launches nothing: it takes no delay"),
             (
-                self.isolate and self.strategy not in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB),
-                f"{self.strategy} keeps its nodes: isolate is for REPLACE_NODE and RESCHEDULE_JOB",
+                self.isolate and self.strategy not in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK),
+                f"{self.strategy} keeps its nodes: isolate is for REPLACE_NODE, RESCHEDULE_JOB and SHRINK",
             ),
             (bool(self.reset_by) and not self.consecutive, "reset_by says what begins a row anew: it needs consecutive: true"),
             (self.consecutive and self.window is not None, "consecutive counts tries in a row and window those within a time: choose one"),
@@ -171,6 +184,8 @@ class Policy(Strict):
     asked. Keyed budgets end for each GPU by itself; a fault that wanders over a thousand of them would never be stopped by those."""
     healthy_for: Duration = timedelta(hours=1)
     """Where no progress is reported, this long without a fault counts as progress."""
+    grow_after: Duration | Literal["off"] = timedelta(minutes=30)
+    """How long a generation has to have run without an incident before more nodes are worth a restart, for jobs that may have more."""
     causes: dict[Cause, tuple[Rung, ...]]
     catalog: CatalogOverrides = NO_OVERRIDES
     """Rows laid over what relaunch knows about fault codes and log lines."""
@@ -186,11 +201,11 @@ class Policy(Strict):
     def _yaml_off(cls, value: Any) -> Any:
         # YAML 1.1 reads a bare `off` as false, and everybody writes it bare.
         if isinstance(value, dict):
-            for key in ("no_progress_stop", "no_progress_ask"):
+            for key in ("no_progress_stop", "no_progress_ask", "grow_after"):
                 if value.get(key) is False:
                     value = {**value, key: "off"}
                 if value.get(key) is True:
-                    raise ValueError(f"{key} is on: a number, such as 3, or off")
+                    raise ValueError(f"{key} is on: {'30m' if key == 'grow_after' else 'a number, such as 3'}, or off")
             hang = value.get("hang")
             if isinstance(hang, dict) and hang.get("after") is False:
                 value = {**value, "hang": {**hang, "after": "off"}}
@@ -221,7 +236,8 @@ def impossible_ladder(ladder: tuple[Rung, ...]) -> list[str]:
         return ["it has no rungs: at least one, such as {strategy: FAIL}"]
     sentences = []
     for above, rung in enumerate(ladder[:-1], start=1):
-        may_pass_by = rung.strategy.repairs or rung.strategy is Strategy.REPLACE_NODE  # nobody suspected, or the repair fails
+        # Nobody suspected, the repair fails, or the job may not have fewer nodes.
+        may_pass_by = rung.strategy.repairs or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK)
         if rung.tries is None and not rung.when and not rung.codes and not may_pass_by:
             what = "ends the ladder" if rung.strategy.ends else "has no tries"
             sentences.append(f"rung {above} ({rung.label}) {what}, so rung {above + 1} is never reached")

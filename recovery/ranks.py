@@ -13,14 +13,18 @@ def ranks_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
     return tuple(range(first, first + spec.ranks_per_node))
 
 
-def common_environment(token: Token, spec: JobSpec, max_restarts: int, master_address: str, master_port: int) -> dict[str, str]:
-    """Return what all ranks share. Sources: torch.distributed.elastic (torch 2.11), agent/server/local_elastic_agent.py."""
+def common_environment(token: Token, spec: JobSpec, nodes: int, max_restarts: int, master_address: str, master_port: int) -> dict[str, str]:
+    """Return what all ranks of a generation on so many nodes share.
+
+    Sources: torch.distributed.elastic (torch 2.11), agent/server/local_elastic_agent.py.
+    """
+    world_size = str(nodes * spec.ranks_per_node)
     environment = {
         **spec.env,
-        "WORLD_SIZE": str(spec.world_size),
+        "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": str(spec.ranks_per_node),
-        "GROUP_WORLD_SIZE": str(spec.node_count),
-        "ROLE_WORLD_SIZE": str(spec.world_size),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_WORLD_SIZE": world_size,
         "ROLE_NAME": "default",
         "MASTER_ADDR": master_address,
         "MASTER_PORT": str(master_port),
@@ -76,9 +80,17 @@ def seat(slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = Fal
 
 
 def keep_places(slots: tuple[Slot, ...], granted: tuple[Place, ...]) -> tuple[Place, ...]:
-    """Put granted places into the order of group ranks: who had a place keeps it, the others fill the gaps."""
+    """Put granted places into the order of group ranks: who had a place keeps it, the others fill the gaps.
+
+    Where fewer are granted than there were, those behind a gap move up.
+    """
     had = {slot.node for slot in slots}
     kept = {place.node: place for place in granted}
-    newcomers = iter([place for place in granted if place.node not in had])
-    padded: list[str | None] = [*(slot.node for slot in slots[: len(granted)]), *([None] * (len(granted) - len(slots)))]
-    return tuple(kept[name] if name in kept else next(newcomers) for name in padded)
+    newcomers = [place for place in granted if place.node not in had]
+    seated = []
+    for slot in slots:
+        if slot.node in kept:
+            seated.append(kept[slot.node])
+        elif newcomers:
+            seated.append(newcomers.pop(0))
+    return (*seated, *newcomers)

@@ -21,7 +21,9 @@ from recovery.events import (
     LaunchRefused,
     NodesAcquired,
     NodesExamined,
+    NodesGranted,
     NodesMissing,
+    NodesOffered,
     PolicyChanged,
     ProgressSeen,
     RanksFound,
@@ -33,7 +35,7 @@ from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
 from recovery.fleet.model import Place
 from recovery.model import Ask, Decision, Examine, ExaminedNode, JobState, Phase, Relaunch, Repair, Stop, Wait
-from recovery.policy import Policy
+from recovery.policy import Policy, Strategy
 from recovery.ranks import seat
 from recovery.spec import duration
 
@@ -213,6 +215,8 @@ def _consequences(
     """What follows at once by itself, unless what is told next answers it."""
     answer = upcoming.event if upcoming is not None else None
     match decision:
+        case Relaunch(strategy=Strategy.GROW) if isinstance(event, NodesGranted) and not isinstance(answer, NodesAcquired):
+            return (Step(at, NodesAcquired(seat(job.slots, tuple(Place(node, node) for node in event.nodes)))),)
         case Relaunch() if not isinstance(answer, NodesAcquired | NodesMissing | RanksFound):
             ready = at + decision.delay
             if upcoming is not None:
@@ -226,6 +230,9 @@ def _consequences(
     match event:
         case NodesAcquired() if job.phase is Phase.LAUNCHING and not isinstance(answer, Launched | LaunchRefused | LaunchFailed):
             return (Step(at, Launched(job.generation, at, at)),)
+        case NodesOffered() if isinstance(decision, Wait) and not isinstance(answer, NodesGranted):
+            granted = (*(slot.node for slot in job.slots), *event.nodes)
+            return (Step(at, NodesGranted(job.generation, granted)),)
         case ProgressSeen() if due is not None and event.step >= due and not isinstance(answer, StepReached):
             return (Step(at, StepReached(event.generation, event.step, event.at)),)
     return ()
@@ -236,7 +243,7 @@ def _places(job: JobState, decision: Relaunch) -> tuple[Place, ...]:
     excluded = {*decision.without, *(avoided.node for avoided in job.avoided)}
     kept = [slot.node for slot in job.slots if slot.node not in excluded] if decision.keep_nodes else []
     number = 0
-    while len(kept) < job.spec.node_count:
+    while len(kept) < job.spec.node_count and decision.strategy is not Strategy.SHRINK:
         number += 1
         if (node := f"n{number}") not in excluded and node not in kept:
             kept.append(node)

@@ -67,6 +67,42 @@ def _share(value: int | str) -> int | str:
     return value
 
 
+def _address(value: str) -> str:
+    if not re.fullmatch(r"[^\s@/\[\]\x00-\x1f-][^\s@/\[\]\x00-\x1f]*", value):
+        raise ValueError(f"{value!r} is not an address: a host's name or IP address alone; who logs in is `user`, and where is `port`")
+    return value
+
+
+def _user(value: str) -> str:
+    if not re.fullmatch(r"[^\s@:\x00-\x1f-][^\s:\x00-\x1f]*", value):
+        raise ValueError(f"{value!r} is not a user: a login name of the nodes")
+    return value
+
+
+JUMP_PATTERN = re.compile(
+    r"(?:(?P<user>[^\s@:,-][^\s:,]*)@)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s@:,/\[\]-][^\s@:,/\[\]]*)(?::(?P<port>\d{1,5}))?"
+)
+
+
+def parse_jumps(value: str) -> tuple[tuple[str | None, str, int | None], ...]:
+    """User, host and port of each host of a ProxyJump, in the order in which they are gone through."""
+    if value.lower() == "none":
+        return ()
+    found = []
+    for part in value.split(","):
+        match = JUMP_PATTERN.fullmatch(part.strip())
+        port = None if match is None or match["port"] is None else int(match["port"])
+        if match is None or port == 0 or (port or 0) > 65535:
+            raise ValueError(f"{value!r} is no way to a node: hosts such as me@jump:22, separated by commas, or none")
+        found.append((match["user"], match["host"].strip("[]"), port))
+    return tuple(found)
+
+
+def _jumps(value: str) -> str:
+    parse_jumps(value)
+    return value
+
+
 Name = Annotated[str, AfterValidator(parse_name)]
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
 
@@ -78,14 +114,28 @@ class Strict(BaseModel):
 
 
 class NodeRange(Strict):
-    min: int = Field(ge=1)
-    max: int = Field(ge=1)
+    min: int
+    max: int
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            raise ValueError(f"min is {self.min} and max is {self.max}: min must not exceed max")
-        return self
+
+def parse_nodes(value: Any) -> Any:
+    """Read how many nodes a job takes: `4`, `{min: 3, max: 4}`, and `3:4` as flags have it."""
+    if isinstance(value, NodeRange) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    written = value
+    if isinstance(value, str):
+        low, colon, high = value.partition(":")
+        if not colon and low.isdecimal():
+            return int(low)
+        if low.isdecimal() and high.isdecimal():
+            value = {"min": int(low), "max": int(high)}
+    if isinstance(value, dict) and set(value) == {"min", "max"} and all(type(one) is int for one in value.values()):
+        if value["min"] < 1:
+            raise ValueError(f"min is {value['min']}: at least 1")
+        if value["min"] > value["max"]:
+            raise ValueError(f"min is {value['min']} and max is {value['max']}: min must not exceed max")
+        return NodeRange(**value)
+    raise ValueError(f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)")
 
 
 class ProgressSpec(Strict):
@@ -156,6 +206,11 @@ class JobSpec(Strict):
             raise ValueError(f"{value!r} is one string: write a list, one item per argument, such as [python, train.py]")
         return value
 
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _number_or_range(cls, value: Any) -> Any:
+        return parse_nodes(value)
+
     @field_validator("nodes")
     @classmethod
     def _at_least_one(cls, value: int | NodeRange) -> int | NodeRange:
@@ -186,17 +241,19 @@ class JobSpec(Strict):
             raise ValueError(f"{value!r} is a relative path: a folder's absolute path on the nodes")
         return value
 
-    @model_validator(mode="after")
-    def _supported(self) -> Self:
-        if isinstance(self.nodes, NodeRange) and self.nodes.min != self.nodes.max:
-            raise ValueError(
-                f"nodes {{min: {self.nodes.min}, max: {self.nodes.max}}}: a changing size is not supported yet, write one number"
-            )
-        return self
-
     @property
     def node_count(self) -> int:
+        """At most. How many a generation has, its slots say."""
+        return self.nodes if isinstance(self.nodes, int) else self.nodes.max
+
+    @property
+    def fewest_nodes(self) -> int:
+        """With which it still runs."""
         return self.nodes if isinstance(self.nodes, int) else self.nodes.min
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.fewest_nodes < self.node_count
 
     @property
     def ranks_per_node(self) -> int:
@@ -205,7 +262,16 @@ class JobSpec(Strict):
 
     @property
     def world_size(self) -> int:
+        """At most."""
         return self.node_count * self.ranks_per_node
+
+    @property
+    def size(self) -> str:
+        """For people: `8 ranks on 4 nodes`, `4 to 8 ranks on 2 to 4 nodes`."""
+        if not self.is_elastic:
+            return f"{self.world_size} ranks on {self.node_count} nodes"
+        fewest = self.fewest_nodes
+        return f"{fewest * self.ranks_per_node} to {self.world_size} ranks on {fewest} to {self.node_count} nodes"
 
 
 class Power(Strict):
@@ -214,8 +280,12 @@ class Power(Strict):
 
 class FleetNode(Strict):
     name: Name
-    address: str
-    user: str | None = None
+    address: Annotated[str, AfterValidator(_address)]
+    """Where its controller reaches it: of `ssh`, what one would type after that word, also a Host of the SSH configuration."""
+    network: Annotated[str, AfterValidator(_address)] | None = None
+    """Its address on the network that ranks talk over, where that is another."""
+    user: Annotated[str, AfterValidator(_user)] | None = None
+    port: int | None = Field(default=None, ge=1, le=65535)
     gpus: int = Field(default=0, ge=0)
     spare: bool = False
     power: Power | None = None
@@ -239,8 +309,28 @@ class FleetLimits(Strict):
 
 
 class SshOptions(Strict):
+    """How nodes are logged in to. What is not said here is as ~/.ssh/config has it, and else as OpenSSH does it."""
+
+    user: Annotated[str, AfterValidator(_user)] | None = None
+    port: int | None = Field(default=None, ge=1, le=65535)
     key: str | None = None
+    """A private key's file, and no other is tried then."""
     known_hosts: str | None = None
+    config: str | None = None
+    """Read instead of ~/.ssh/config."""
+    proxy_jump: Annotated[str, AfterValidator(_jumps)] | None = None
+    """Hosts to go through, in order, as OpenSSH's ProxyJump has them; none: directly, whatever ~/.ssh/config says."""
+    python: str = "python3"
+    """Of the nodes. It becomes part of a command line there."""
+    sudo: bool = False
+    """Whether a node is rebooted and its GPUs are reset by `sudo -n`, where its user is not root."""
+
+    @field_validator("python")
+    @classmethod
+    def _of_harmless_letters(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*|(/[A-Za-z0-9._+-]+)+", value):
+            raise ValueError(f"{value!r} is not a Python of the nodes: a name such as python3.11, or an absolute path of plain letters")
+        return value
 
 
 class FleetSpec(Strict):
@@ -256,11 +346,13 @@ class FleetSpec(Strict):
     @field_validator("nodes")
     @classmethod
     def _distinct(cls, value: tuple[FleetNode, ...]) -> tuple[FleetNode, ...]:
-        for field in ("name", "address"):
-            seen: dict[str, str] = {}
+        for field in ("name", "address", "network"):
+            seen: dict[tuple[str, int | None], str] = {}
             for node in value:
-                key = getattr(node, field)
-                if key in seen:
-                    raise ValueError(f"nodes {seen[key]} and {node.name} have the same {field} {key!r}: each node has its own")
+                text = getattr(node, field)
+                # Behind one address there may be several, each on a port of its own.
+                key = (text, node.port if field == "address" else None)
+                if text is not None and key in seen:
+                    raise ValueError(f"nodes {seen[key]} and {node.name} have the same {field} {text!r}: each node has its own")
                 seen[key] = node.name
         return value

@@ -13,10 +13,10 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter
 
     from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
-    from recovery.claim import claim, give_back
-    from recovery.events import Event, NodesMissing, RanksFound
-    from recovery.fleet.model import Claim, Grant, Place
-    from recovery.model import JobState, Relaunch
+    from recovery.claim import as_it_is, claim, give_back
+    from recovery.events import Event, NodesGranted, NodesMissing, RanksFound
+    from recovery.fleet.model import Claim, Grant, Offer, Place
+    from recovery.model import JobState, Relaunch, Slot
     from recovery.ranks import keep_places
     from workflows import orders
     from workflows.messages import ClaimsCarried
@@ -35,10 +35,19 @@ class Claims:
         self._wants: Callable[[int], Claim] | None = None
         """What is asked for and not answered."""
         self._answers: list[Grant] = []
+        self.more_at = carried.more_at
+        """When the job would take more, as the fleet was told last."""
+        self._more = carried.more
+        """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
+        self._asks = 0
+        """Numbers the times it asked for more; what is not the newest one is over."""
+        self._grows = False
+        self.fewer = ""
+        """Why the nodes that were granted last are fewer than the job would take."""
 
     @property
     def carried(self) -> ClaimsCarried:
-        return ClaimsCarried(self._seq, self.nodes)
+        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more)
 
     @property
     def waits(self) -> bool:
@@ -54,8 +63,60 @@ class Claims:
         await workflow.wait_condition(lambda: bool(self._answers))
         grant = self._answers.pop(0)
         if grant.kind == "granted":
-            self.nodes, self._wants = tuple(place.node for place in grant.places), None
+            self.nodes, self._wants, self.fewer = tuple(place.node for place in grant.places), None, grant.fewer
         return grant
+
+    # --- more, for a job that runs
+
+    async def ask_for_more(self, generation: int) -> None:
+        """Claim what was offered, while the ranks run on. Whatever else the job claims meanwhile, or gives back, counts instead."""
+        own, avoid = self.nodes, tuple(one.node for one in self._job().avoided)
+        self._asks, self._grows = self._asks + 1, True
+        number = self._asks
+
+        def is_over() -> bool:
+            return number != self._asks
+
+        self._wants = lambda seq: claim(self._job(), seq, keep=own, avoid=avoid)
+        await self._send(self._wants)
+        await workflow.wait_condition(lambda: is_over() or bool(self._answers))
+        if is_over():
+            return
+        grant = self._answers.pop(0)
+        self._grows, self._wants = False, None
+        if grant.kind == "granted":
+            self._more, self.fewer = grant.places, grant.fewer
+        if grant.holding:
+            self._tell(RanksFound(grant.holding))
+        self._tell(NodesGranted(generation, tuple(place.node for place in grant.places)))
+
+    @property
+    def is_asking_for_more(self) -> bool:
+        """It has asked, and is not launched with what was granted, nor has it said that it goes on without."""
+        return self._grows or bool(self._more)
+
+    def forget_more(self) -> None:
+        """The job does something else; its next word to the fleet says so."""
+        if self._grows:
+            self._asks, self._grows, self._wants = self._asks + 1, False, None
+        self._more = ()
+
+    def take_more(self) -> tuple[Place, ...]:
+        more, self._more = self._more, ()
+        if more:
+            self.nodes = tuple(place.node for place in more)
+        return keep_places(self._job().slots, more)
+
+    def is_current(self, offer: Offer) -> bool:
+        """Whether the offer is to what the job has said last."""
+        return self._wants is None and (offer.submission, offer.seq) == (self._job().submission, self._seq)
+
+    def leave(self, slots: tuple[Slot, ...]) -> tuple[Place, ...]:
+        """Go on with some of the nodes; `say_what_is_left` tells the fleet when nothing lives on the others any more."""
+        self.nodes = tuple(slot.node for slot in slots)
+        return tuple(Place(slot.node, slot.address, slot.gpus) for slot in slots)
+
+    # --- nodes, for a job that is launched
 
     async def acquire(self, decision: Relaunch, excluded: tuple[str, ...]) -> tuple[Place, ...]:
         """Have the fleet grant all the nodes that are wanted; none where it never can."""
@@ -120,12 +181,13 @@ class Claims:
             self._tell(RanksFound(grant.holding))
 
     def _as_it_is(self, seq: int) -> Claim:
-        return claim(self._job(), seq, keep=self.nodes)
+        return as_it_is(self._job(), seq, self.nodes)
 
     async def _send(self, make: Callable[[int], Claim]) -> None:
         self._seq += 1
         self._answers.clear()
         job, message = self._job(), make(self._seq)
+        self.more_at = message.more_at
         try:
             await workflow.execute_activity_method(
                 FleetActivities.tell_fleet,
@@ -147,4 +209,6 @@ def _summary(message: Claim, fleet: str) -> str:
         return f"give every node back to fleet {fleet}"
     new = message.nodes - len(message.keep)
     kept = f", keeping {len(message.keep)}" if message.keep else ""
+    if message.up_to > message.nodes:
+        return f"ask fleet {fleet} for {message.nodes} to {message.most} nodes{kept}"
     return f"ask fleet {fleet} for {new} node{'s' * (new != 1)}{kept}" if new else f"tell fleet {fleet} which nodes are in use"

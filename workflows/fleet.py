@@ -32,6 +32,7 @@ with workflow.unsafe.imports_passed_through():
         Rejected,
         StartRepair,
         TellJob,
+        TellOffer,
         TellRepair,
     )
     from recovery.spec import FleetLimits
@@ -73,6 +74,9 @@ class Fleet:
         """What was said before the fleet file was read: of nodes that are not known yet nothing can be learned."""
         self._checked_at = start.checked_at
         self._check_asked = False
+        self._settled: tuple[FleetState, frozenset[str]] | None = None
+        """What there was when it was last settled, and what was under way by then: as long as both hold, only time brings something new."""
+        self._wake: datetime | None = None
         self._file: Applied | None = None
         """As it was read last."""
         self._file_wrong = ""
@@ -93,9 +97,12 @@ class Fleet:
             if self._check_due() <= workflow.now():
                 self._checked_at, self._check_asked = workflow.now(), False
                 self._ask(CHECK, self._check)
-            if self._state.applied:  # before, a job would be told that there are no nodes
-                self._settle()
-            workflow.set_current_details(fleet_details(self._state, workflow.now(), self._doing(), self.next()))
+            if self._is_news():
+                if self._state.applied:  # before, a job would be told that there are no nodes
+                    self._settle()
+                    self._wake = next_wake(self._state, workflow.now())
+                self._settled = (self._state, frozenset(self._asking))
+                workflow.set_current_details(fleet_details(self._state, workflow.now(), self._doing(), self.next()))
             await self._news()
             self._forget_ended()
             if workflow.info().is_continue_as_new_suggested() and self._state.applied:
@@ -111,15 +118,20 @@ class Fleet:
             if self._state.applied:
                 self._inbox[:0], self._early = self._early, []
 
+    def _is_news(self) -> bool:
+        """A fleet of thousands takes tens of milliseconds to settle, and each message that was delivered wakes it too."""
+        if self._settled is None or (self._wake is not None and workflow.now() >= self._wake):
+            return True
+        state, asking = self._settled
+        return state is not self._state or asking != frozenset(self._asking)
+
     async def _news(self) -> None:
         """Wait until somebody says something, something under way has ended, or it is time."""
 
         def news() -> bool:
             return bool(self._inbox) or (self._check_asked and CHECK not in self._asking) or any(task.done() for task in self._under_way())
 
-        wake = self._check_due()
-        if self._state.applied:
-            wake = min(wake, next_wake(self._state, workflow.now()))
+        wake = self._check_due() if self._wake is None else min(self._check_due(), self._wake)
         try:
             wait = max(SHORTEST_WAIT, wake - workflow.now())
             await workflow.wait_condition(news, timeout=wait, timeout_summary="until it looks again, if nothing happens")
@@ -141,6 +153,8 @@ class Fleet:
                 self._ask(f"reclaim/{order.job}/{order.submission}", lambda: self._reclaim(order))
             case TellJob():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "granted", order.grant)
+            case TellOffer():
+                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "nodes_offered", order.offer)
             case AskToLeave():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "leave_node", order.withdraw)
             case AskToClaim():

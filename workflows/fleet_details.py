@@ -37,6 +37,9 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
     lines += _section("In service, but not to be had", [_odd_line(node) for node in odd])
     lines += _section("Waiting for nodes", [_waiting_line(record) for record in waiting])
     asked = [f"{one.node}: {one.step} since {_clock(one.asked_at)} by `{one.workflow}`: {_cut(one.because)}" for one in state.requests]
+    open_offers = [one for one in state.offers if one.places]
+    offers = [f"{_some([place.node for place in one.places])} offered to job {one.job} until {_clock(one.until)}" for one in open_offers]
+    lines += _section("Offered to jobs that would take more", offers)
     lines += _section("Repairs that wait for a permit", asked)
     lines += _section("In use", [_using_line(record) for record in using])
     if state.notices:
@@ -123,13 +126,16 @@ def _waiting_line(record: ClaimRecord) -> str:
     gpus = f" with {claim.gpus} GPUs each" if claim.gpus else ""
     first = "a replacement, " if claim.running else ""
     why = _cut(record.said) or "nobody has told it why yet"
-    return f"**{claim.job}** {first}{claim.nodes} nodes{gpus}{_since(record.waiting_since)}: {why}"
+    nodes = f"{claim.nodes} to {claim.most}" if claim.nodes < claim.up_to else f"{claim.nodes}"
+    return f"**{claim.job}** {first}{nodes} nodes{gpus}{_since(record.waiting_since)}: {why}"
 
 
 def _using_line(record: ClaimRecord) -> str:
     names = [place.node + (f" (GPUs {','.join(map(str, place.gpus))})" if place.gpus else "") for place in record.places]
     closed = "; its workflow has ended, what is left of its ranks is being stopped" if record.closed else ""
-    return f"**{record.claim.job}** {_some(names)}{closed}"
+    claim = record.claim
+    more = "" if claim.more_at is None else f"; takes up to {claim.most} from {_clock(claim.more_at)} on"
+    return f"**{claim.job}** {_some(names)}{more}{closed}"
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:

@@ -141,6 +141,7 @@ async def _started(fleet: str, order: StartRepair) -> bool:
                 by=f"fleet {fleet}",
                 deadline=workflow.now() + REPAIR_WITHIN,
                 gpus=order.gpus,
+                after_reboot=order.after_reboot,
             ),
             id=f"{REPAIR_ID_PREFIX}{fleet}/{order.node}",
             parent_close_policy=ParentClosePolicy.ABANDON,

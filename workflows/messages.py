@@ -9,14 +9,15 @@ from typing import Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from recovery.catalog.overrides import NO_OVERRIDES, CatalogOverrides
-from recovery.events import CancelRequested, Event, LeaveAsked, MessageRejected, NodeDeclaredDead, RepairAsks, RetryRequested
+from recovery.events import Answered, CancelRequested, Event, LeaveAsked, MessageRejected, NodeDeclaredDead, RepairAsks, RetryRequested
 from recovery.evidence import Verdict
-from recovery.fleet.model import Withdraw
+from recovery.fleet.model import Offer, Place, Withdraw
 from recovery.model import Incident, JobState, Phase
 from recovery.policy import Policy, Strategy, resolve
-from recovery.spec import JobSpec, Name, Strict
+from recovery.spec import Duration, JobSpec, Name, Strict
 
 WITHDRAW = TypeAdapter(Withdraw)
+OFFER = TypeAdapter(Offer)
 TASK_QUEUE = "relaunch"
 WORKFLOW_ID_PREFIX = "job/"
 FLEET_ID_PREFIX = "fleet/"
@@ -31,6 +32,10 @@ class ClaimsCarried:
     seq: int = 0
     nodes: tuple[str, ...] = ()
     """The job's own: granted and not given back. They are those of its slots, but for a moment around a launch."""
+    more_at: datetime | None = None
+    """When it would take more, as the fleet was told last."""
+    more: tuple[Place, ...] = ()
+    """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,10 @@ class NodeRepairInput:
     level: int = 2
     catalog: CatalogOverrides = NO_OVERRIDES
     answer_within: timedelta = timedelta(hours=24)
+    power: bool = False
+    """With REBOOT_NODE: its power is cycled at once. Otherwise that is what comes after a reboot that was not to be had."""
+    after_reboot: bool = False
+    """Without a strategy: the node has been silent since a reboot that somebody ordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +115,15 @@ class NodeRepairResult:
     verdict: Verdict = Verdict.UNKNOWN
 
 
+SNOOZE = timedelta(hours=1)
+
+
 class AnswerMessage(Strict):
-    decision: Literal["", "approve", "deny"] = ""
+    decision: Literal["", "approve", "deny", "snooze", "take-over"] = ""
     because: str = ""
     by: str = ""
+    within: Duration = SNOOZE
+    """Of a snooze: when it is asked again."""
 
 
 class RepairAsksMessage(Strict):
@@ -152,6 +166,11 @@ def cancel_event(raw: Any) -> Event:
 def retry_event(raw: Any) -> Event:
     message = RetryMessage.model_validate(raw)
     return RetryRequested(message.because, message.by, message.avoid_nodes, message.renew_budgets)
+
+
+def answer_event(message: AnswerMessage, now: datetime) -> Event:
+    assert message.decision, "it is checked before it is taken"
+    return Answered(message.decision, message.because, message.by, now + message.within if message.decision == "snooze" else None)
 
 
 def repair_asks_event(raw: Any) -> Event:

@@ -15,7 +15,7 @@ from recovery.fleet import breaker
 from recovery.fleet import claims as fleet_claims
 from recovery.fleet import memory as fleet_memory
 from recovery.fleet import nodes as fleet_nodes
-from recovery.fleet.allocate import allocate, yields_at
+from recovery.fleet.allocate import LOOK_FIRST, allocate, yields_at
 from recovery.fleet.board import FRESH, Board, is_due, look_gap
 from recovery.fleet.model import (
     Applied,
@@ -47,6 +47,8 @@ from recovery.fleet.model import (
     Standing,
     StartRepair,
 )
+from recovery.fleet.offers import offered, offers_at, released
+from recovery.fleet.power import is_silent_since_reboot
 
 SWEEP = timedelta(seconds=60)
 """Between two looks at all nodes: how long ranks that nobody answers for may go unseen."""
@@ -106,17 +108,26 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     orders += permits
     state, repairs = _repairs(state, now)
     orders += repairs
-    board = Board(state, now)
-    done = allocate(state, board, now, busy)
-    orders += done.tells
-    claims = tuple(done.claims[record.claim.job] for record in state.claims)
-    if claims != state.claims:
-        state = replace(state, claims=claims, moved_at=done.moved_at)
+    wanted: list[int] = []
+    before = None
+    while before != state.offers:  # what was offered and not taken may be just what somebody waits for
+        state = released(state, now)
+        before = state.offers
+        board = Board(state, now)
+        done = allocate(state, board, now, busy)
+        orders += done.tells
+        wanted = done.looks
+        claims = tuple(done.claims[record.claim.job] for record in state.claims)
+        if claims != state.claims:
+            state = replace(state, claims=claims, moved_at=done.moved_at)
+        state = released(state, now)
+    state, offers, doubtful = offered(state, board, now)
+    orders += offers
     state, more = _asked(state)
     orders += more
     state, reclaims = _reclaims(state, now, busy)
     orders += reclaims
-    state, looks = _looks(state, board, done.looks, now, busy)
+    state, looks = _looks(state, board, [*wanted, *doubtful], now, busy)
     orders += looks
     return Settled(state, tuple(orders))
 
@@ -131,6 +142,12 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
         later.append(state.settles_at)
     if not state.remembered and state.remembers_until is not None:
         later.append(state.remembers_until)
+    later += offers_at(state)
+    later += [
+        record.waiting_since + LOOK_FIRST
+        for record in state.claims
+        if record.waits and record.waiting_since is not None and record.claim.nodes < record.claim.up_to
+    ]
     if (stuck := yields_at(state)) is not None:
         later.append(stuck)
     if not state.begun or any(record.waits for record in state.claims):
@@ -240,7 +257,7 @@ def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]
     for _, index in sorted(suspects)[:room]:
         node = nodes[index]
         gpus = tuple(dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus))
-        orders.append(StartRepair(node.name, node.because, gpus))
+        orders.append(StartRepair(node.name, node.because, gpus, after_reboot=is_silent_since_reboot(node)))
         repair = f"repair/{state.name}/{node.name}"
         nodes[index] = replace(node, standing=Standing.REPAIRING, since=now, repair=repair, repair_since=now, repair_acts=False)
     return (replace(state, nodes=tuple(nodes)) if orders else state), orders

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from recovery.fleet.board import Board, Chosen, Shape, fits
-from recovery.fleet.model import ClaimRecord, FleetState, Grant, Place, Standing, TellJob
+from recovery.fleet.board import FRESH, Board, Chosen, Shape, fits
+from recovery.fleet.model import ClaimRecord, FleetState, Grant, Standing, TellJob
 from recovery.fleet.words import Words, why_closed
 
 MOST_LOOKS = 512
@@ -19,6 +19,8 @@ SAY_AGAIN = timedelta(seconds=5)
 """Between two messages to a job that it still waits, and before the first if it may have its nodes in a moment."""
 SAYS_A_SECOND = 20
 """To all waiting jobs together: each costs both sides a workflow task, and they are news for people only."""
+LOOK_FIRST = FRESH
+"""How long a job that could run already waits until nodes have answered that it would take too: a look takes a second."""
 
 
 @dataclass(slots=True)
@@ -55,28 +57,39 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
     gap = max(SAY_AGAIN, timedelta(seconds=len(waiting) / SAYS_A_SECOND))
     closed, words = why_closed(state, now), Words(board)
     left = []
+    fewer: list[tuple[Waiting, Grant]] = []
     for record in waiting:
         claim, shape = record.claim, board.shape(record.claim)
         kept = board.kept(record)
-        if len(kept) == claim.nodes and not board.holding(record):
+        if len(kept) == claim.up_to and not board.holding(record):
             done.claims[claim.job] = _goes_on(board, record, kept)
         elif state.applied and (hopeless := words.why_hopeless(record, shape)):
-            _answered(done, record, Grant(claim.submission, claim.seq, "hopeless", because=hopeless), ())
+            _answered(done, record, Grant(claim.submission, claim.seq, "hopeless", because=hopeless), now)
+        elif closed and len(kept) >= claim.nodes and not board.holding(record):
+            # It runs with these, so it waits for nobody.
+            grant = _grant(board, record, Chosen(kept, [], 0))
+            _answered(done, record, replace(grant, fewer=f"{len(kept)} of {claim.up_to} nodes: {closed}"), now)
         elif closed:
             _wait(done, record, closed, now, gap, soon=not (state.awaited or (state.begun and state.remembered)))
         elif f"reclaim/{claim.job}/{claim.submission}" in busy:
             # What stops its ranks would stop the ones that it launched with this grant too.
             _wait(done, record, f"ranks of job {claim.job} itself, which nobody answered for, are being stopped", now, gap)
         else:
-            chosen = board.choose(record, shape)
-            if not chosen.missing:
-                _grant(done, board, record, chosen, now)
+            chosen = board.choose(record, shape, alone=len(waiting) == 1)
+            if not chosen.missing and not (chosen.hopeful and now - (record.waiting_since or now) < LOOK_FIRST):
+                grant = _grant(board, record, chosen)
+                if len(grant.places) < claim.up_to:
+                    fewer.append((Waiting(record, shape, chosen, board.ahead(shape)), grant))
+                else:
+                    _answered(done, record, grant, now)
                 continue
             left.append(Waiting(record, shape, chosen, board.ahead(shape)))
             done.looks += chosen.looks[: MOST_LOOKS - len(done.looks)]
             if board.could_have(record, shape, chosen):
                 board.reserve(claim.job, shape)
-    for one in left:  # after all grants, so that it names those who got theirs just now
+    for one, grant in fewer:  # after all grants, so that it names those who got theirs just now
+        _answered(done, one.record, replace(grant, fewer=words.why_fewer(one.record, one.shape, one.chosen, one.ahead)), now)
+    for one in left:
         because = words.why_waiting(one.record, one.shape, one.chosen, one.ahead)
         _wait(done, one.record, because, now, gap, soon=one.chosen.hopeful)
     _yield(done, board, left, now)
@@ -100,7 +113,7 @@ def _goes_on(board: Board, record: ClaimRecord, kept: list[int]) -> ClaimRecord:
     return replace(record, granted=places, answer=grant, said="", said_at=None, say_at=None)
 
 
-def _grant(done: Allocation, board: Board, record: ClaimRecord, chosen: Chosen, now: datetime) -> None:
+def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
     claim = record.claim
     holding = board.holding(record)
     places = board.grant(record, chosen)
@@ -108,14 +121,14 @@ def _grant(done: Allocation, board: Board, record: ClaimRecord, chosen: Chosen, 
     because = f"{_named(named)} joined" if named else "it goes on with what it has"
     if holding:
         because += f"; ranks of an earlier submission may live on {_named(holding)}"
-    _answered(done, record, Grant(claim.submission, claim.seq, places=places, because=because, holding=holding), places)
-    if claim.running:
-        done.moved_at = now
+    return Grant(claim.submission, claim.seq, places=places, because=because, holding=holding)
 
 
-def _answered(done: Allocation, record: ClaimRecord, grant: Grant, places: tuple[Place, ...]) -> None:
-    done.claims[record.claim.job] = replace(record, granted=places, answer=grant, said="", said_at=None, say_at=None)
+def _answered(done: Allocation, record: ClaimRecord, grant: Grant, now: datetime) -> None:
+    done.claims[record.claim.job] = replace(record, granted=grant.places, answer=grant, said="", said_at=None, say_at=None)
     done.tells.append(TellJob(record.claim.job, grant))
+    if grant.kind == "granted" and record.claim.running:
+        done.moved_at = now
 
 
 def _wait(done: Allocation, record: ClaimRecord, because: str, now: datetime, gap: timedelta, *, soon: bool = False) -> None:
@@ -140,10 +153,15 @@ def _may_be_stuck(record: ClaimRecord) -> bool:
     return record.waits and record.claim.running and bool(record.places)
 
 
+def _lacks(one: Waiting, now: datetime, wait: timedelta) -> bool:
+    since = one.record.waiting_since
+    return _may_be_stuck(one.record) and bool(one.chosen.missing) and since is not None and now - since >= wait
+
+
 def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetime) -> None:
     """Of those who each hold what another one needs, the last gives way."""
     wait = board.state.limits.replacement_wait
-    stuck = [one for one in left if _may_be_stuck(one.record) and one.record.waiting_since and now - one.record.waiting_since >= wait]
+    stuck = [one for one in left if _lacks(one, now, wait)]
     if done.moved_at is not None and now - done.moved_at < wait:
         return
     for last in range(len(stuck) - 1, 0, -1):

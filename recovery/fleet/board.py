@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from recovery.fleet.model import Claim, ClaimRecord, FleetState, Living, NodeRecord, Place, Standing
+from recovery.fleet.model import Claim, ClaimRecord, FleetState, Living, NodeRecord, Offered, Place, Standing
 
 FRESH = timedelta(seconds=10)
 """How long a node that answered counts as answering: a launch follows a grant within a second or two."""
@@ -39,6 +39,13 @@ def is_due(record: NodeRecord, now: datetime) -> bool:
     return all(at is None or now - at >= gap for at in times)
 
 
+def holds(offered: Offered, record: ClaimRecord | None, now: datetime) -> bool:
+    """Whether the nodes are still kept for the job: it has said nothing since, or has claimed more and waits for the answer."""
+    if record is None or record.closed or record.claim.submission != offered.submission or now >= offered.until:
+        return False
+    return record.claim.seq == offered.seq or record.waits
+
+
 @dataclass(slots=True)
 class Chosen:
     """What a claim can have now."""
@@ -46,7 +53,7 @@ class Chosen:
     kept: list[int]
     new: list[int]
     missing: int
-    """Beyond both."""
+    """Beyond both, of those without which it does not run."""
     looks: list[int] = field(default_factory=list)
     """Nodes that have to be looked at before it can have more."""
     hopeful: bool = False
@@ -67,6 +74,8 @@ class Board:
         """Who says that it has what another one has: it spoke so late that a fleet which was started anew gave it away."""
         self.living: dict[str, list[tuple[int, Living]]] = {}
         """By job: where ranks of it live."""
+        self.offered: dict[int, dict[str, tuple[int, ...]]] = {}
+        """By node: which running jobs may have it or a part of it, if they want to grow."""
         self.reserved: dict[Shape, str] = {}
         """What is kept free for whom."""
         self._free: dict[Key, list[int]] = {}
@@ -81,6 +90,12 @@ class Board:
                     if node in self.holders and not set(place.gpus or self._all(node)) <= set(self.free_gpus(node)):
                         self.contested.add((node, record.claim.job))
                     self.holders.setdefault(node, {})[record.claim.job] = place.gpus
+        records = {record.claim.job: record for record in state.claims} if state.offers else {}
+        for offered in state.offers:
+            if holds(offered, records.get(offered.job), now):
+                for place in offered.places:
+                    if (node := self.index.get(place.node)) is not None:
+                        self.offered.setdefault(node, {})[offered.job] = place.gpus
         for node, one in enumerate(self.nodes):
             for living in one.look.living if one.look else ():
                 self.living.setdefault(living.job, []).append((node, living))
@@ -95,9 +110,10 @@ class Board:
     def free_gpus(self, node: int, job: str = "") -> tuple[int, ...]:
         """Which GPUs nobody but this job may have."""
         free = set(self._all(node))
-        for holder, gpus in self.holders.get(node, {}).items():
-            if holder != job:
-                free.difference_update(gpus or self._all(node))
+        for has in (self.holders.get(node, {}), self.offered.get(node, {})):
+            for holder, gpus in has.items():
+                if holder != job:
+                    free.difference_update(gpus or self._all(node))
         return tuple(sorted(free))
 
     def _all(self, node: int) -> range:
@@ -138,7 +154,7 @@ class Board:
         if not self._is_usable(node):
             return
         spec = self.nodes[node].spec
-        free = len(self.free_gpus(node)) if node in self.holders else spec.gpus
+        free = len(self.free_gpus(node)) if node in self.holders or node in self.offered else spec.gpus
         if spec.gpus and not free:
             return
         # What is shared already is shared further; nodes without GPUs have nothing to share, so the emptiest is the best.
@@ -178,12 +194,19 @@ class Board:
             one = self.nodes[node]
             if one.drain is None and one.standing in (Standing.IN_SERVICE, Standing.QUARANTINED):
                 found.append(node)
-        return found[: record.claim.nodes]
+        return found[: record.claim.up_to]
 
-    def choose(self, record: ClaimRecord, shape: Shape) -> Chosen:
+    def choose(self, record: ClaimRecord, shape: Shape, *, alone: bool = False) -> Chosen:
+        """What the claim can have now; `alone`: nobody else waits."""
+        chosen = self._needed(record, shape)
+        if not chosen.missing and len(chosen.kept) + len(chosen.new) < record.claim.up_to:
+            self._choose_more(record, shape, chosen, alone)
+        return chosen
+
+    def _needed(self, record: ClaimRecord, shape: Shape) -> Chosen:
         kept = self.kept(record)
         missing = record.claim.nodes - len(kept)
-        if not missing:
+        if missing <= 0:
             return Chosen(kept, [], 0)
         taken = frozenset(kept)
         ready: list[int] = []
@@ -208,6 +231,53 @@ class Board:
             chosen.hopeful = len(stale) >= chosen.missing
             chosen.looks = [node for node in (stale if chosen.hopeful else doubts) if is_due(self.nodes[node], self.now)]
         return chosen
+
+    def _choose_more(self, record: ClaimRecord, shape: Shape, chosen: Chosen, alone: bool) -> None:
+        """What nobody has to wait for. Spares and what others wait for take the place of what it had, and make no job larger."""
+        claim = record.claim
+        count = len(chosen.kept) + len(chosen.new)
+        own = self._own(record, shape, frozenset((*chosen.kept, *chosen.new)))
+        without = frozenset((*chosen.kept, *chosen.new, *own))
+
+        def may_have(node: int) -> bool:
+            if count < claim.had:
+                return True
+            return not self.nodes[node].spec.spare and (alone or not claim.running or claim.job in self.offered.get(node, ()))
+
+        for node in (*own, *self._fitting(self._free, shape, without)):
+            if count < claim.up_to and self.is_ready(node, claim.job) and may_have(node):
+                chosen.new.append(node)
+                count += 1
+        if count < claim.up_to:
+            doubts = [node for node in (*own, *self._fitting(self._doubtful, shape, without)) if node not in chosen.new]
+            stale = [node for node in doubts if self._only_stale(node) and may_have(node)]
+            chosen.hopeful = bool(stale)
+            chosen.looks = [node for node in stale if is_due(self.nodes[node], self.now)]
+
+    def offerable(self, record: ClaimRecord, count: int) -> tuple[list[int], list[int]]:
+        """Nodes by which a running job could grow now, and others by which it could if they answered: nobody has looked at them lately."""
+        claim = record.claim
+        shape = claim.gpus, False, frozenset(claim.avoid)
+        taken = frozenset(self.index[place.node] for place in record.places if place.node in self.index)
+        own = self._own(record, shape, taken)
+        without = frozenset((*taken, *own))
+        ready = [node for node in (*own, *self._fitting(self._free, shape, without)) if self.is_ready(node, claim.job)][:count]
+        if len(ready) == count:
+            return ready, []
+        doubts = [node for node in (*own, *self._fitting(self._doubtful, shape, without)) if node not in ready]
+        return ready, [node for node in doubts if self._only_stale(node)]
+
+    def offer(self, record: ClaimRecord, nodes: list[int]) -> tuple[Place, ...]:
+        job, need = record.claim.job, record.claim.gpus
+        places = []
+        for node in nodes:
+            spec = self.nodes[node].spec
+            gpus = self.free_gpus(node, job)[:need] if 0 < need < spec.gpus else ()
+            places.append(Place(spec.name, spec.address, gpus))
+            self._take(node)
+            self.offered.setdefault(node, {})[job] = gpus
+            self._put(node)
+        return tuple(places)
 
     def grant(self, record: ClaimRecord, chosen: Chosen) -> tuple[Place, ...]:
         job, need = record.claim.job, record.claim.gpus
@@ -270,6 +340,7 @@ class Board:
         job = record.claim.job
         mine = {self.index[place.node] for place in record.places if place.node in self.index}
         mine |= {node for node, _ in self.living.get(job, ())}
+        mine |= {node for node, jobs in self.offered.items() if job in jobs}
         return [
             node
             for node in sorted(mine - taken, key=lambda node: (self.nodes[node].spec.spare, node))

@@ -56,7 +56,7 @@ class Claim:
     seq: int
     """Rises with each claim of a submission; a grant names the claim it answers."""
     nodes: int
-    """Wanted in all, those that are kept included. 0: the job has ended and gives everything back."""
+    """Wanted in all, those that are kept included; with fewer it does not run. 0: the job has ended and gives everything back."""
     gpus: int = 0
     """Wanted on each node; 0 on a node that has GPUs: all of them."""
     priority: int = 0
@@ -70,6 +70,28 @@ class Claim:
     """Nodes on which ranks of it may live, those of `keep` included. Nobody else gets what is here."""
     avoid: tuple[str, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    most: int = 0
+    """Taken, where they are there at once: nobody waits for more than `nodes`. Not above `nodes`: those and no more."""
+    had: int = 0
+    """Nodes of the generation before: a spare may take the place of one of those, and makes no job larger."""
+    more_at: datetime | None = None
+    """It runs on what it keeps, and may be offered more, up to `most`, from then on. None: `most` is wanted now."""
+
+    @property
+    def up_to(self) -> int:
+        """What it can be granted."""
+        return self.nodes if self.more_at is not None else max(self.nodes, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Nodes that are kept for a running job that would take more of them. It may claim them, or do nothing."""
+
+    submission: int
+    seq: int
+    """Of the claim that said so: an offer to an earlier one means nothing any more."""
+    nodes: tuple[str, ...]
+    until: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +103,12 @@ class Grant:
     kind: Literal["granted", "waiting", "hopeless", "yield"] = "granted"
     """hopeless: no wait can help. yield: give back what you hold and queue; somebody who comes first needs it."""
     places: tuple[Place, ...] = ()
-    """When granted: as many as were wanted, those that were kept first."""
+    """When granted: as many as were wanted, or more where more would be taken, those that were kept first."""
     because: str = ""
     holding: tuple[str, ...] = ()
     """Nodes on which ranks of an earlier submission of this job may live: it stops them first."""
+    fewer: str = ""
+    """Why there are fewer than the job would take, in words for people; empty: there are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +200,10 @@ class NodeRecord:
     """Kept through whatever happens on the node later: it says how old it is."""
     repair_ended: str = ""
     """The last one that has ended; a message of it that comes late changes nothing."""
+    power_cycles: tuple[datetime, ...] = ()
+    """Permitted ones of the last three days: no journal of the node's tells of them."""
+    rebooted_at: datetime | None = None
+    """When a reboot or a power cycle was permitted last."""
     drain: Withdraw | None = None
     """Whoever is on it was asked to leave; nobody new comes."""
     told: tuple[str, ...] = ()
@@ -251,6 +279,12 @@ class PermitRequest:
     step: Literal["reset", "reboot"]
     because: str
     asked_at: datetime
+    power: bool = False
+    """The reboot is a power cycle: the node is not asked who lives there, and may be silent."""
+    restarts: int = 0
+    """Of the node, within three days, by its own journal, as far as it was read."""
+    job: str = ""
+    """Which ordered the repair, waits for it and counts its ranks there as gone; empty: none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +348,22 @@ class Reclaiming:
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """An offer, from when it was made until the next one to this job may be."""
+
+    job: str
+    submission: int
+    seq: int
+    places: tuple[Place, ...]
+    until: datetime
+    """Till then nobody else gets them, unless the job says before that it goes on without."""
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(self.submission, self.seq, tuple(place.node for place in self.places), self.until)
+
+
+@dataclass(frozen=True, slots=True)
 class FleetState:
     name: str
     repairs: Literal["act", "ask", "observe"] = "ask"
@@ -355,6 +405,8 @@ class FleetState:
     """Permits, newest last."""
     out_when_resumed: int = 0
     """How many nodes were out when a person closed the breaker over them: only one more opens it again."""
+    offers: tuple[Offered, ...] = ()
+    """Of each job the last one."""
 
 
 # --- what it is told ---------------------------------------------------------------------------------------------------------
@@ -530,6 +582,12 @@ class TellJob:
 
 
 @dataclass(frozen=True, slots=True)
+class TellOffer:
+    job: str
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
 class AskToLeave:
     job: str
     withdraw: Withdraw
@@ -558,6 +616,8 @@ class StartRepair:
     gpus: tuple[str, ...] = ()
     strategy: Strategy | None = None
     """None: what an examination calls for."""
+    after_reboot: bool = False
+    """It has been silent since a reboot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,7 +626,7 @@ class TellRepair:
     permit: Permit
 
 
-Order = Look | TellJob | AskToLeave | AskToClaim | Reclaim | StartRepair | TellRepair
+Order = Look | TellJob | TellOffer | AskToLeave | AskToClaim | Reclaim | StartRepair | TellRepair
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,20 @@ class Words:
         gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
         return f"fleet {board.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
 
+    def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+        """Why a job that runs, or may begin, has not as many as it would take."""
+        have = len(chosen.kept) + len(chosen.new)
+        parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or ["no other is to be had"]
+        return text(f"{have} of {record.claim.up_to} nodes: " + "; ".join(parts), 600)
+
     def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+        have = len(chosen.kept) + len(chosen.new)
+        wanted = record.claim.nodes if chosen.missing else record.claim.up_to
+        return text(f"{have} of {wanted} nodes: " + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part), 600)
+
+    def _parts(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> list[str]:
         claim, board = record.claim, self._board
         survey = self._survey(shape)
-        have = len(chosen.kept) + len(chosen.new)
         parts = []
         if chosen.hopeful:
             parts.append("it is looked whether the others answer")
@@ -87,11 +97,11 @@ class Words:
             parts.append(", ".join(f"job {job} holds {count}" for job, count in holders) + more)
         parts += [self._some(survey.out, "out of service"), self._some(survey.silent, "silent"), self._some(survey.blocked, "in use")]
         known = [board.nodes[node] for name in claim.avoid if (node := board.index.get(name)) is not None]
-        avoided = [node.name for node in known if fits(node, shape, with_avoided=True)]
+        avoided = [node.name for node in known if fits(node, shape, with_avoided=True) and node.standing is Standing.IN_SERVICE]
         parts.append(f"it avoids {listed(avoided)}" if avoided else "")
         idle = survey.spares
         parts.append(f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else "")
-        return text(f"{have} of {claim.nodes} nodes: " + "; ".join(part for part in parts if part), 600)
+        return parts
 
     @staticmethod
     def _some(clauses: tuple[str, ...], what: str) -> str:
@@ -117,6 +127,8 @@ class Words:
                 silent.append(f"{node.name} does not answer ({text(node.look.silent, 80)})")
             elif index not in board.holders and (why := _in_the_way(node)):
                 blocked.append(f"{node.name}: {why}")
+            elif index in board.offered and node.spec.gpus:
+                blocked.append(f"{node.name} is offered to job {', '.join(board.offered[index])}")
         need, spares, _ = shape
         idle = 0 if spares else sum(node.spec.spare and node.spec.gpus >= need and board.is_free(i) for i, node in enumerate(board.nodes))
         return Survey(tuple(holders.most_common()), frozenset(holders), tuple(out), tuple(silent), tuple(blocked), idle)

@@ -23,7 +23,8 @@ env:
     ("text", "line", "words"),
     [
         (JOB + "nproc: 8\n", 6, ("nproc: unknown key", "did you mean nproc_per_node?")),
-        (JOB.replace("nodes: 2", "nodes: two"), 3, ("nodes: ", "integer", "'two'")),
+        (JOB.replace("nodes: 2", "nodes: two"), 3, ("nodes: ", "not a number of nodes", "'two'")),
+        (JOB.replace("nodes: 2", "nodes: {min: 3, max: 2}"), 3, ("nodes: min is 3 and max is 2: min must not exceed max",)),
         (JOB.replace("command: [python, train.py]", "command: python train.py"), 2, ("write a list",)),
         (JOB.replace("name: llama", "name: ll/ama"), 1, ("'ll/ama' is not a name",)),
         (JOB + "nodes: 3\n", 6, ("nodes: given twice", "line 3")),
@@ -56,6 +57,9 @@ def test_flags_win_over_the_file_and_a_bad_flag_is_named(tmp_path: Path) -> None
     path.write_text(JOB)
     spec, _ = read_job(path, {"nodes": 4, "name": "other"})
     assert (spec.node_count, spec.name, spec.env) == (4, "other", {"DEBUG": "1"})
+    assert read_job(path, {"nodes": "3:4"})[0].size == "3 to 4 ranks on 3 to 4 nodes"
+    with pytest.raises(Mistake, match=r"^--nodes: min is 4 and max is 3: min must not exceed max$"):
+        read_job(path, {"nodes": "4:3"})
     with pytest.raises(Mistake, match=r"^--nodes: 0 is not a number of nodes"):
         read_job(path, {"nodes": 0})
     with pytest.raises(Mistake, match=r"^--name: '\.\.' is not a name"):

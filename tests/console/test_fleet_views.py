@@ -9,11 +9,21 @@ from typing import Any
 
 import pytest
 
-from console.fleet_pages import changes, fleet_lines, fleet_notes, fleet_view, leaving, node_lines, quarantined_sentence, released_sentence
+from console.fleet_pages import (
+    changes,
+    fleet_lines,
+    fleet_notes,
+    fleet_view,
+    leaving,
+    node_lines,
+    node_more,
+    quarantined_sentence,
+    released_sentence,
+)
 from console.fleet_views import STATES, rows, table_row, tenants
 from recovery.causes import Cause
 from recovery.evidence import Verdict
-from recovery.fleet.model import Applied, Breaker, FleetState, NodeLook, NodeRecord, PermitRequest, Place, Standing, Withdraw
+from recovery.fleet.model import Applied, Breaker, FleetState, NodeLook, NodeRecord, Offered, PermitRequest, Place, Standing, Withdraw
 from recovery.spec import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 
@@ -236,3 +246,28 @@ def test_what_was_said_is_answered_with_what_is_now() -> None:
     assert quarantined_sentence(fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01") == leaves
     assert released_sentence(fleet(node(1)), "gpu-01") == "node gpu-01 is in service: jobs may be given it"
     assert released_sentence(fleet(silent(1)), "gpu-01") == "node gpu-01 is in service: jobs may be given it, but it does not answer"
+
+
+def test_what_is_offered_to_a_job_is_free_and_says_until_when_nobody_else_gets_it() -> None:
+    offer = Offered("llama", 7, 3, (Place("gpu-02"),), T0 + timedelta(minutes=2))
+    grows = claim("llama", Place("gpu-01"))
+    grows = replace(grows, claim=replace(grows.claim, keep=("gpu-01",), most=2, more_at=T0))
+    state = fleet(node(1), node(2), claims=(grows,), offers=(offer, replace(offer, job="bert", places=())))
+    cell = cells(state, "gpu-02")
+    assert (cell[1], cell[2], cell[-1]) == ("free", "", "offered to job llama until 2026-03-01T12:02:00Z")
+    assert [(row["state"], row["jobs"]) for row in rows(state)] == [("busy", ["llama"]), ("free", [])]
+    assert fleet_view(state)["offers"] == [{"job": "llama", "nodes": ["gpu-02"], "until": "2026-03-01T12:02:00Z"}]
+    here = tenants(state)["gpu-02"]
+    assert "offered     job llama, submission 7: all GPUs" in node_lines(node(2), here, "default", T0, None)
+    assert (node_more(node(2), here)["tenants"], node_more(node(2), here)["offered"]) == (
+        [],
+        [{"job": "llama", "until": "2026-03-01T12:02:00Z"}],
+    )
+    assert "llama runs on 1 node and takes up to 2, when nobody waits for them" in fleet_notes(state, T0)
+    assert "llama runs on 1 node and takes up to 2 from 2026-03-01T12:00:00Z on" in fleet_notes(state, T0 - HOUR)
+
+
+def test_a_job_that_waits_says_how_few_nodes_it_would_begin_with() -> None:
+    waits = claim("llama", nodes=2)
+    waits = replace(waits, claim=replace(waits.claim, most=4))
+    assert any(note.startswith("llama waits for 2 to 4 nodes since") for note in fleet_notes(fleet(node(1), claims=(waits,)), T0))

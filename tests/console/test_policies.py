@@ -121,6 +121,7 @@ async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(tmp
         "no_progress_stop": None,
         "no_progress_ask": None,
         "healthy_for": 3600.0,
+        "grow_after": 1800.0,
     }
     of_default = json.loads((await starter(tmp_path, "policy", "explain", "default", "--json")).out)
     assert of_default["budgets"]["no_progress_ask"] == 30

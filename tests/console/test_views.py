@@ -10,6 +10,7 @@ from console.views import budgets, history_entry, history_lines, merge_watches, 
 from recovery.causes import Cause
 from recovery.model import Progress, Try
 from recovery.policy import Strategy
+from recovery.spec import NodeRange
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
 
 SHOW_KEYS = {"name", "phase", "generation", "nodes", "ranks", "progress", "budgets", "incidents", "because", "next"}
@@ -22,6 +23,17 @@ def test_show_has_the_promised_keys() -> None:
     assert (view["nodes"], view["ranks"], view["incidents"], view["progress"]) == (["local-1", "local-2"], 4, 5, None)
     assert view["next"] == {"what": "nodes are acquired", "at": None}
     assert any("ValueError: loss is nan" in line for line in show_lines(view))
+
+
+def test_a_job_that_has_fewer_nodes_than_it_would_take_says_so() -> None:
+    spec = job_state().spec.model_copy(update={"nodes": NodeRange(min=1, max=4)})
+    view = json.loads(json.dumps(show(job_state(spec=spec, fewer="2 of 4 nodes: n9 is quarantined"), None, T0)))
+    assert view["ranks"] == 4, "of this generation"
+    assert view["size"] == {"nodes": 2, "min": 1, "max": 4, "because": "2 of 4 nodes: n9 is quarantined"}
+    assert "fewer       2 of 4 nodes: n9 is quarantined" in show_lines(view)
+    all_of_them = show(job_state(), None, T0)
+    assert all_of_them["size"] == {"nodes": 2, "min": 2, "max": 2, "because": None}
+    assert not any(line.startswith("fewer") for line in show_lines(all_of_them))
 
 
 def test_progress_is_the_watchers_newest_word_of_this_generation_or_the_states() -> None:

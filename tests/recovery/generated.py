@@ -48,6 +48,7 @@ def written(number: int) -> Policy:
         max_restarts=choice.among((8, 3, 0)),
         renewal=choice.among(("progress", "never")),
         no_progress_stop=choice.among((3, 1, "off")),
+        grow_after=choice.among((timedelta(minutes=30), timedelta(0), "off")),
         strict_lease=choice.once_in(6),
         causes=ladders,
     )
@@ -56,15 +57,15 @@ def written(number: int) -> Policy:
 def _ladder(choice: Choice, rows: tuple[dict[str, Any], ...]) -> tuple[Rung, ...]:
     rungs: dict[str, Rung] = {}
     for _ in range(choice.among((1, 2, 3))):
-        strategy = choice.among([one for one in Strategy if not one.ends])
+        strategy = choice.among([one for one in Strategy if not one.ends and one is not Strategy.GROW])
         rung = Rung(
             strategy=strategy,
             tries=choice.among((1, 2, 3)),
             key=choice.among((("cause",), ("job",), ("node",), ("cause", "node"), ("node", "gpu", "code"))),
             when=choice.among(((), (), (Verdict.UNHEALTHY,), (Verdict.HEALTHY, Verdict.UNKNOWN))),
             codes=choice.among(((), (), ("exit 1",))),
-            isolate=strategy in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB) and choice.once_in(2),
-            spends=choice.once_in(2),
+            isolate=strategy in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK) and choice.once_in(2),
+            spends=choice.once_in(2) and strategy is not Strategy.SHRINK,
             **choice.among(rows),
         )
         rungs.setdefault(rung.label, rung)

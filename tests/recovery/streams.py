@@ -43,6 +43,7 @@ from recovery.events import (
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
 from recovery.fleet.model import Place
+from recovery.ladder import left_with
 from recovery.model import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
 from recovery.policy import Policy, Strategy
 from recovery.ranks import seat
@@ -88,7 +89,7 @@ class Turn:
 class Run:
     """The workflow's loop without the workflow: one act at a time, a watch, a deadline."""
 
-    def __init__(self, policy: Policy, *, nodes: int = 2, others: tuple[Policy, ...] = (), **always: object) -> None:
+    def __init__(self, policy: Policy, *, nodes: int | dict[str, int] = 2, others: tuple[Policy, ...] = (), **always: object) -> None:
         self.job = new_job(policy=policy, nodes=nodes)
         self.now = T0
         self.others = others
@@ -99,6 +100,8 @@ class Run:
         self.act: Iterator[Event | None] | None = None
         self.watching = False
         self.deadline: datetime | None = None
+        self.granted: tuple[str, ...] = ()
+        """To a job that has asked for more."""
         self.step = 0
         self.choice = Choice(0)
         self.take(Submitted("", "ada"))
@@ -174,9 +177,19 @@ class Run:
     def _relaunch(self, decision: Relaunch) -> Iterator[Event | None]:
         excluded = {*decision.without, *(avoided.node for avoided in self.job.avoided)}
         places = tuple(slot.node for slot in self.job.slots)
-        if not decision.keep_nodes or not places or excluded & set(places):
-            kept = [node if decision.keep_nodes and node not in excluded else None for node in places] or [None] * self.job.spec.node_count
+        spec = self.job.spec
+        if decision.strategy is Strategy.GROW:
+            places = self.granted
+        elif decision.strategy is Strategy.SHRINK:
+            places = tuple(slot.node for slot in left_with(self.job, tuple(excluded)))
+        elif not decision.keep_nodes or not places or excluded & set(places):
+            kept = [node if decision.keep_nodes and node not in excluded else None for node in places] or [None] * spec.node_count
             free = [node for node in INVENTORY if node not in excluded and node not in kept]
+            if spec.is_elastic:
+                left = [node for node in kept if node is not None]
+                fewest = max(0, spec.fewest_nodes - len(left))
+                most = max(fewest, min(len(free), spec.node_count - len(left)))
+                kept = [*left, *([None] * self.choice.among(range(fewest, most + 1)))]
             if len(free) < kept.count(None) or self._answer("missing", (False, False, False, False, False, True)):
                 hopeless = self.choice.once_in(8)
                 yield NodesMissing("too few nodes answer", hopeless)

@@ -122,7 +122,7 @@ def test_nobody_leaves_twice_or_while_something_else_is_done() -> None:
 
 
 def test_a_fleet_that_says_again_what_is_missing_does_not_prolong_the_wait() -> None:
-    job, first = play(new_job(), Submitted("", ""), NodesMissing("0 of 2"))
+    job, first = play(running(), RetryRequested("", "ada"), NodesMissing("0 of 2"))
     _, second = step(job, NodesMissing("1 of 2"), at(500))
     assert isinstance(first, Wait) and isinstance(second, Wait)
     assert first.until == second.until == T0 + timedelta(days=1)

@@ -292,7 +292,7 @@ def test_command_not_found_is_not_tried_again() -> None:
 def test_too_small_a_fleet_is_hopeless_and_a_short_one_is_waited_for() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
     waiting, decision = step(job, NodesMissing("1 of 2 answer"))
-    assert isinstance(decision, Wait) and waiting.phase == Phase.WAITING_FOR_NODES and decision.until is not None
+    assert isinstance(decision, Wait) and waiting.phase == Phase.QUEUED and decision.until is None
     _, decision = step(job, NodesMissing("fleet a has 1 nodes", hopeless=True))
     assert isinstance(decision, Stop) and decision.exit_code == 2
 

@@ -22,6 +22,7 @@ from recovery.events import (
     RanksFound,
     RepairAsks,
     RepairEnded,
+    RetryRequested,
     StepReached,
     Submitted,
 )
@@ -167,7 +168,7 @@ def failing() -> JobState:
             id="the others go on without the lost ones",
         ),
         pytest.param(
-            lambda: walk(new_job(), (this(Submitted("", "ada")), "LAUNCH"), (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES")),
+            lambda: walk(running(), (this(RetryRequested("", "ada")), "LAUNCH"), (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES")),
             this(DeadlinePassed()),
             "ASK",
             "the fleet had not enough nodes for it within 1d",

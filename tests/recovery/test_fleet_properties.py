@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from random import Random
@@ -31,6 +32,7 @@ from recovery.fleet.model import (
     Look,
     Looked,
     NodeLook,
+    Offer,
     Order,
     PauseAsked,
     PermitRequest,
@@ -48,10 +50,12 @@ from recovery.fleet.model import (
     StartRepair,
     Suspect,
     TellJob,
+    TellOffer,
     TellRepair,
 )
+from recovery.fleet.offers import OFFER_HOLDS
 from recovery.spec import FleetLimits, FleetNode
-from tests.recovery.fleet_builders import T0, nodes
+from tests.recovery.fleet_builders import T0, Desk, nodes
 from tests.recovery.generated import searched
 
 STATES: TypeAdapter[FleetState] = TypeAdapter(FleetState)
@@ -71,6 +75,9 @@ class Job:
     wanted: int
     gpus: int
     priority: int
+    most: int = 0
+    """More than `wanted`: it runs with fewer, and takes more."""
+    had: int = 0
     seq: int = 0
     generation: int = 0
     places: tuple[Place, ...] = ()
@@ -97,7 +104,7 @@ class World:
         """By node: whose ranks live there, with which GPUs."""
         self.silent: set[str] = set()
         self.to_fleet: list[Fact] = []
-        self.to_jobs: list[tuple[str, Grant]] = []
+        self.to_jobs: list[tuple[str, Grant | Offer]] = []
         self.quarantined: set[str] = set()
         """By people, and not released since."""
         self.repairs: dict[str, int] = {}
@@ -135,6 +142,7 @@ class World:
         self.check_quarantines()
         if not self.begun_anew:  # else a job may come and say that it holds what was given away, because no rank of it lived there
             self.check_places()
+            self.check_offers()
         for order in settled.orders:
             self.check(order, before)
             self.carry_out(order)
@@ -160,8 +168,27 @@ class World:
                 for gpu in place.gpus or range(gpus.get(place.node, 0)):
                     assert taken.setdefault((place.node, gpu), record.claim.job) == record.claim.job, "no GPU has two owners"
 
+    def check_offers(self) -> None:
+        gpus = {node.name: node.spec.gpus for node in self.state.nodes}
+        held = {
+            (place.node, gpu): record.claim.job for record in self.state.claims for place in record.places for gpu in place.gpus or range(8)
+        }
+        for offer in self.state.offers:
+            assert not offer.places or self.now < offer.until, "an offer ends"
+            for place in offer.places:
+                for gpu in place.gpus or range(gpus.get(place.node, 0)):
+                    assert held.get((place.node, gpu), offer.job) == offer.job, "nobody else is given what is offered"
+
     def check(self, order: Order, before: FleetState) -> None:
         match order:
+            case TellOffer():
+                record = next(one for one in self.state.claims if one.claim.job == order.job)
+                assert not any(one.waits for one in self.state.claims), "whoever waits comes first"
+                assert not self.state.breaker.is_open and record.claim.more_at is not None and record.claim.more_at <= self.now
+                assert len(record.claim.keep) + len(order.offer.nodes) <= record.claim.most, "never more than it would take"
+                for name in order.offer.nodes:
+                    node = next(node for node in self.state.nodes if node.name == name)
+                    assert not node.spec.spare and node.standing is Standing.IN_SERVICE and node.drain is None
             case TellJob() if order.grant.kind == "granted":
                 self.check_grant(order.grant, next(one for one in self.state.claims if one.claim.job == order.job), before)
             case StartRepair():
@@ -186,9 +213,9 @@ class World:
             return  # told again
         names = [place.node for place in grant.places]
         assert (grant.submission, grant.seq) == (claim.submission, claim.seq)
-        assert len(names) == len(set(names)) == claim.nodes
+        assert claim.nodes <= len(names) == len(set(names)) <= claim.up_to
         assert not set(names) & set(claim.avoid)
-        assert not self.state.breaker.is_open
+        assert not self.state.breaker.is_open or set(names) <= set(claim.keep), "who can run with what it has waits for no breaker"
         for place in grant.places:
             node = next(node for node in self.state.nodes if node.name == place.node)
             assert node.drain is None
@@ -210,11 +237,15 @@ class World:
                 self.looking.append(order.nodes)
             case TellJob():
                 self.to_jobs.append((order.job, order.grant))
+            case TellOffer():
+                self.to_jobs.append((order.job, order.offer))
             case Reclaim():
                 self.reclaiming.append(order)
             case AskToClaim():
                 job = self.jobs.get(order.job)
-                if job is not None:
+                if job is not None and job.runs:
+                    self.go_on_with_all(job)
+                elif job is not None:
                     self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=bool(job.places))
             case StartRepair() if order.node not in self.repairs:
                 self.runs += 1
@@ -234,11 +265,13 @@ class World:
 
     # --- the world
 
-    def claim(self, job: Job, wanted: int, keep: tuple[str, ...] = (), *, runs: bool = False) -> None:
+    def claim(
+        self, job: Job, wanted: int, keep: tuple[str, ...] = (), *, runs: bool = False, most: int = 0, more_at: datetime | None = None
+    ) -> None:
         job.seq += 1
         # Who goes on with all that it has waits for no answer.
-        job.waits = wanted > len(keep)
-        job.runs = job.runs or 0 < wanted <= len(keep)
+        job.waits = (wanted if more_at is not None else max(wanted, most)) > len(keep)
+        job.runs = job.runs or (wanted > 0 and not job.waits)
         claim = Claim(
             job.name,
             job.submission,
@@ -252,13 +285,22 @@ class World:
             job.places,
             job.avoid,
             job.suspects,
+            most,
+            job.had if most else 0,
+            more_at,
         )
         self.to_fleet.append(Claimed(claim))
 
-    def submit(self, name: str, wanted: int, gpus: int, priority: int) -> None:
+    def go_on_with_all(self, job: Job) -> None:
+        """It may be launched anew for more in a minute, where it would take more."""
+        job.had = len(job.places)
+        at = self.now + timedelta(minutes=1) if job.had < job.most else None
+        self.claim(job, job.had, tuple(place.node for place in job.places), runs=True, most=job.most if at else 0, more_at=at)
+
+    def submit(self, name: str, wanted: int, gpus: int, priority: int, most: int = 0) -> None:
         self.submissions += 1
-        job = self.jobs[name] = Job(name, self.submissions, wanted, gpus, priority)
-        self.claim(job, wanted)
+        job = self.jobs[name] = Job(name, self.submissions, wanted, gpus, priority, most)
+        self.claim(job, wanted, most=most)
 
     def stop(self, job: Job, node: str) -> None:
         """Proven, or fenced where the node does not answer."""
@@ -270,8 +312,8 @@ class World:
         job.places = tuple(place for place in job.places if place.node != without)
         job.avoid = (*job.avoid, without)[-2:]
         job.suspects = (*job.suspects, *suspects)[-4:]
-        job.runs = False
-        self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=True)
+        job.had, job.runs = len(job.places) + 1, False
+        self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=True, most=job.most)
 
     def end(self, job: Job) -> None:
         for place in job.places:
@@ -280,9 +322,21 @@ class World:
         self.claim(job, 0)
         del self.jobs[job.name]
 
-    def hear(self, name: str, grant: Grant) -> None:
+    def hear(self, name: str, grant: Grant | Offer) -> None:
         job = self.jobs.get(name)
         if job is None or (grant.submission, grant.seq) != (job.submission, job.seq):
+            return
+        if isinstance(grant, Offer):
+            if job.runs and not job.waits:
+                self.claim(job, job.wanted, tuple(place.node for place in job.places), runs=True, most=job.most)
+            return
+        if (
+            job.runs
+            and job.waits
+            and grant.kind != "hopeless"
+            and not {place.node for place in job.places} <= {p.node for p in grant.places}
+        ):
+            self.go_on_with_all(job)  # it asked for more and is to have less, or to wait
             return
         if grant.kind == "hopeless":
             job.waits, job.hopeless = False, True
@@ -290,7 +344,7 @@ class World:
             for place in job.places:
                 self.stop(job, place.node)
             job.places = ()
-            self.claim(job, job.wanted)
+            self.claim(job, job.wanted, most=job.most)
         if grant.kind == "granted" and job.waits:
             kept = {place.node: place for place in job.places}
             for node in {*grant.holding, *kept, *(place.node for place in grant.places)}:
@@ -301,6 +355,9 @@ class World:
             for place in grant.places:
                 if place.node not in self.silent:
                     self.ranks[place.node][name, job.submission] = place.gpus
+            assert job.wanted <= len(grant.places) <= max(job.wanted, job.most), "a job of one size keeps it, others their bounds"
+            if job.most > job.wanted:
+                self.go_on_with_all(job)
 
     def see(self, node: str) -> NodeLook:
         if node in self.silent:
@@ -358,7 +415,9 @@ class World:
             case "reclaim" if self.reclaiming:
                 self.finish_reclaim()
             case "submit" if job is None:
-                self.submit(name, draw.randint(1, 4), draw.choice((0, 0, 2, 4, 8)), draw.choice((0, 0, 1)))
+                wanted = draw.randint(1, 4)
+                most = draw.choice((0, 0, wanted + 1, wanted + 3))
+                self.submit(name, wanted, draw.choice((0, 0, 2, 4, 8)), draw.choice((0, 0, 1)), most)
             case "end" if job is not None:
                 self.end(job)
             case "terminate" if job is not None:
@@ -486,3 +545,49 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
             state = learn(state, Claimed(Claim(running.pop(0), 1, 2, 0)), now)
         state = learn(state, looks, now)
     assert served == list(range(len(wanted)))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 600)
+)
+@searched(25)
+def test_whoever_waits_is_served_however_much_others_would_like_to_grow(
+    wanted: list[tuple[int, int, bool]], needs: int, after: int
+) -> None:
+    """Jobs that run with fewer than they would take, some of which let their offers pass; then one comes that needs what is free."""
+    desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8", "n9"))
+    takes: dict[str, bool] = {}
+    places: dict[str, tuple[str, ...]] = {}
+    seqs: Counter[str] = Counter()
+
+    def says(job: str, count: int, keep: tuple[str, ...], most: int, **more: Any) -> None:
+        seqs[job] += 1
+        desk.claim(job, count, seq=seqs[job], keep=keep, most=most, had=len(keep), running=bool(keep), **more)
+
+    def answer() -> None:
+        for tell in desk.of(TellOffer):
+            most = len(places[tell.job]) + len(tell.offer.nodes)
+            if takes[tell.job]:
+                says(tell.job, len(places[tell.job]), places[tell.job], most)
+                places[tell.job] = tuple(place.node for place in desk.grants()[tell.job].places)
+                assert len(places[tell.job]) == most, "what was offered is granted"
+
+    for number, (count, _, taking) in enumerate(wanted):
+        job = f"j{number}"
+        says(job, count, (), count)
+        places[job], takes[job] = tuple(desk.granted()[job]), taking
+    for job, (count, extra, _) in zip(places, wanted, strict=True):
+        says(job, count, places[job], count + extra, more_at=desk.now)
+        answer()
+    desk.now += timedelta(seconds=after)
+    desk.go()
+    answer()
+    free = 9 - sum(map(len, places.values()))
+    says("late", needs, (), needs)
+    waited = T0 - T0
+    while "late" not in desk.granted() and waited <= OFFER_HOLDS:
+        assert not desk.of(TellOffer), "nothing is offered while somebody waits"
+        step = timedelta(seconds=desk.wakes_in())
+        desk.now, waited = desk.now + step, waited + step
+        desk.go()
+    assert ("late" in desk.granted()) is (needs <= free)

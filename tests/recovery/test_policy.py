@@ -59,6 +59,10 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
+        pytest.param({"strategy": "GROW"}, "GROW is no answer to a fault: grow_after says when a job takes more nodes", id="GROW"),
+        pytest.param(
+            {"strategy": "SHRINK", "spends": True}, "SHRINK never takes one of max_restarts: leave spends out", id="SHRINK that spends"
+        ),
         pytest.param({"strategy": "FAIL", "tries": 1}, "FAIL ends a ladder: it takes no tries", id="FAIL with tries"),
         pytest.param({"strategy": "ASK", "tries": 2}, "ASK ends a ladder: it takes no tries", id="ASK with tries"),
         pytest.param({"strategy": "FAIL", "delay": "5s"}, "FAIL launches nothing: it takes no delay", id="FAIL with a delay"),
@@ -66,7 +70,7 @@ def sentence(error: pytest.ExceptionInfo[ValidationError]) -> str:
         *(
             pytest.param(
                 {"strategy": strategy, "isolate": True},
-                f"{strategy} keeps its nodes: isolate is for REPLACE_NODE and RESCHEDULE_JOB",
+                f"{strategy} keeps its nodes: isolate is for REPLACE_NODE, RESCHEDULE_JOB and SHRINK",
                 id=f"{strategy} that isolates",
             )
             for strategy in ("RESTART_IN_PLACE", "RESET_GPU", "REBOOT_NODE", "ASK", "FAIL")
@@ -107,7 +111,7 @@ def test_a_rung_that_means_nothing_is_refused_with_a_sentence(written: dict[str,
 @pytest.mark.parametrize(
     ("written", "where"),
     [
-        pytest.param({"strategy": "SHRINK"}, "strategy", id="a strategy nobody knows"),
+        pytest.param({"strategy": "WAIT"}, "strategy", id="a strategy nobody knows"),
         pytest.param({}, "strategy", id="no strategy"),
         pytest.param({"strategy": "RESTART_IN_PLACE", "tries": 0}, "tries", id="no tries at all"),
         pytest.param({"strategy": "RESTART_IN_PLACE", "window": 3600}, "window", id="a duration without a unit"),

@@ -28,7 +28,7 @@ def test_ranks_are_counted_node_by_node(written: dict[str, Any], group_rank: int
 
 
 def test_s3_11_all_ranks_share_torchelastics_names_and_the_variables_of_the_job() -> None:
-    shared = common_environment(TOKEN, spec(nodes=3, env={"NCCL_DEBUG": "WARN"}), 8, "10.0.0.1", 29500)
+    shared = common_environment(TOKEN, spec(nodes=3, env={"NCCL_DEBUG": "WARN"}), 3, 8, "10.0.0.1", 29500)
     assert shared == {
         "NCCL_DEBUG": "WARN",
         "WORLD_SIZE": "6",
@@ -58,7 +58,7 @@ def test_s3_11_all_ranks_share_torchelastics_names_and_the_variables_of_the_job(
     ],
 )
 def test_how_many_threads_a_rank_takes(written: dict[str, Any], threads: str | None) -> None:
-    assert threads == common_environment(TOKEN, spec(**written), 8, "10.0.0.1", 29500).get("OMP_NUM_THREADS")
+    assert threads == common_environment(TOKEN, spec(**written), 2, 8, "10.0.0.1", 29500).get("OMP_NUM_THREADS")
 
 
 def test_s3_11_each_rank_of_a_node_has_its_numbers_and_the_counts_of_its_place() -> None:

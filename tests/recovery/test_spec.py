@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from recovery.spec import Duration, FleetLimits, FleetSpec, JobSpec, duration
+from recovery.spec import Duration, FleetLimits, FleetSpec, JobSpec, duration, parse_jumps
 from tests.recovery.builders import spec
 
 FLEET: dict[str, Any] = {"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", "address": "10.0.0.1"}]}
@@ -41,11 +41,15 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
         ),
         pytest.param({"nodes": 0}, "nodes", "0 is not a number of nodes: at least 1", id="no nodes"),
         pytest.param({"nodes": {"min": 3, "max": 2}}, "nodes", "min is 3 and max is 2: min must not exceed max", id="an empty range"),
-        pytest.param(
-            {"nodes": {"min": 2, "max": 3}},
-            "",
-            "nodes {min: 2, max: 3}: a changing size is not supported yet, write one number",
-            id="a changing size",
+        pytest.param({"nodes": {"min": 0, "max": 2}}, "nodes", "min is 0: at least 1", id="a range that begins with nothing"),
+        *(
+            pytest.param(
+                {"nodes": written},
+                "nodes",
+                f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)",
+                id=f"nodes {written}",
+            )
+            for written in ({"min": 3}, {"min": 1, "max": 2, "step": 1}, {"min": "1", "max": 2}, "3:", "a:4", "few", 2.5, True, None)
         ),
         pytest.param(
             {"progress": {"log_pattern": "step ("}},
@@ -100,6 +104,7 @@ def test_a_job_file_of_another_shape_is_refused_where_it_stands(written: dict[st
         pytest.param({"nodes": 1, "nproc_per_node": 1}, 1, 1, 1, id="one process"),
         pytest.param({"nodes": 4, "nproc_per_node": 8}, 4, 8, 32, id="four nodes of eight"),
         pytest.param({"nodes": {"min": 3, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="a range of one size"),
+        pytest.param({"nodes": {"min": 2, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="at most, where it may change"),
         pytest.param({"nodes": 4, "nproc_per_node": 8, "launcher": "torchrun"}, 4, 1, 4, id="a launcher that forks the rest itself"),
         pytest.param({"nodes": 2, "nproc_per_node": 8, "launcher": "ft_launcher"}, 2, 1, 2, id="another one"),
     ],
@@ -107,6 +112,22 @@ def test_a_job_file_of_another_shape_is_refused_where_it_stands(written: dict[st
 def test_how_many_processes_a_job_starts(written: dict[str, Any], node_count: int, ranks_per_node: int, world_size: int) -> None:
     job = spec(**written)
     assert (node_count, ranks_per_node, world_size) == (job.node_count, job.ranks_per_node, job.world_size)
+
+
+@pytest.mark.parametrize(
+    ("written", "fewest", "most", "size"),
+    [
+        pytest.param(4, 4, 4, "8 ranks on 4 nodes", id="a number"),
+        pytest.param("4", 4, 4, "8 ranks on 4 nodes", id="as a flag has it"),
+        pytest.param({"min": 4, "max": 4}, 4, 4, "8 ranks on 4 nodes", id="a range of one size"),
+        pytest.param({"min": 3, "max": 4}, 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range"),
+        pytest.param("3:4", 3, 4, "6 to 8 ranks on 3 to 4 nodes", id="a range as a flag has it"),
+    ],
+)
+def test_s3_3_a_job_says_how_many_nodes_it_takes_and_with_how_many_it_still_runs(written: Any, fewest: int, most: int, size: str) -> None:
+    job = spec(nodes=written)
+    assert (job.fewest_nodes, job.node_count, job.is_elastic, job.size) == (fewest, most, fewest < most, size)
+    assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
 
 def test_numbers_in_the_environment_are_the_strings_that_everybody_means() -> None:
@@ -218,3 +239,52 @@ def test_what_is_no_limit_is_refused_with_a_sentence(limit: int | str, expected:
     with pytest.raises(ValidationError) as error:
         FleetLimits.model_validate({"nodes_out": limit})
     assert ("nodes_out", expected) == refusal(error)
+
+
+# --- ssh ------------------------------------------------------------------------------------------------------------------
+
+
+def ssh_fleet(node: dict[str, object] | None = None, ssh: dict[str, object] | None = None) -> FleetSpec:
+    nodes = [{"name": "gpu-01", "address": "10.0.0.11", **(node or {})}]
+    return FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh or {}})
+
+
+@pytest.mark.parametrize(
+    ("node", "ssh", "said"),
+    [
+        ({"address": "me@10.0.0.11"}, {}, "'me@10.0.0.11' is not an address: a host's name or IP address alone"),
+        ({"address": "-oProxyCommand=x"}, {}, "'-oProxyCommand=x' is not an address"),
+        ({"network": "10.0.0.1/24"}, {}, "'10.0.0.1/24' is not an address"),
+        ({"user": "-l root"}, {}, "'-l root' is not a user: a login name of the nodes"),
+        ({"port": 0}, {}, "greater than or equal to 1"),
+        ({}, {"port": 65536}, "less than or equal to 65535"),
+        ({}, {"python": "python3; reboot"}, "'python3; reboot' is not a Python of the nodes"),
+        ({}, {"python": "bin/python3"}, "'bin/python3' is not a Python of the nodes"),
+        ({}, {"python": "-c"}, "'-c' is not a Python of the nodes"),
+        ({}, {"proxy_jump": "jump:99999"}, "'jump:99999' is no way to a node: hosts such as me@jump:22, separated by commas, or none"),
+        ({}, {"proxy_jump": "a,,b"}, "'a,,b' is no way to a node"),
+        ({}, {"sudo": "perhaps"}, "valid boolean"),
+        ({}, {"password": "secret"}, "Extra inputs are not permitted"),
+    ],
+)
+def test_what_an_ssh_fleet_cannot_mean_is_refused_with_a_sentence(node: dict[str, object], ssh: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        ssh_fleet(node, ssh)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("python", ["python3", "python3.11", "/opt/conda/envs/a-b/bin/python3", "/usr/bin/python3.12"])
+def test_a_python_of_the_nodes_is_a_name_or_a_plain_path(python: str) -> None:
+    assert ssh_fleet(ssh={"python": python}).ssh.python == python
+
+
+def test_the_hosts_of_a_proxy_jump_are_read_in_order() -> None:
+    assert parse_jumps("me@jump:22, other,[fe80::1]:2222") == (("me", "jump", 22), (None, "other", None), (None, "fe80::1", 2222))
+    assert parse_jumps("none") == ()
+
+
+def test_nodes_behind_one_address_are_told_apart_by_their_ports() -> None:
+    nodes = [{"name": f"gpu-{port}", "address": "10.0.0.11", "port": port} for port in (2201, 2202)]
+    FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes})
+    with pytest.raises(ValidationError, match=r"nodes gpu-2201 and gpu-2202 have the same address '10\.0\.0\.11'"):
+        FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": [{**node, "port": 22} for node in nodes]})

@@ -41,6 +41,10 @@ class StandIn:
         self._told.append(("granted", message))
 
     @workflow.signal
+    def nodes_offered(self, message: Any) -> None:
+        self._told.append(("nodes_offered", message))
+
+    @workflow.signal
     def leave_node(self, message: Any) -> None:
         self._told.append(("leave_node", message))
 

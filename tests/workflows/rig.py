@@ -180,7 +180,7 @@ class Rig:
         self,
         policy_: Policy | None = None,
         *,
-        nodes: int = 2,
+        nodes: int | dict[str, int] = 2,
         ranks: int = 2,
         name: str | None = None,
         start: dict[str, Any] | None = None,

@@ -12,6 +12,7 @@ from recovery.fleet.model import (
     FleetState,
     NodeLook,
     NodeRecord,
+    Offered,
     PermitRequest,
     Place,
     Standing,
@@ -115,3 +116,13 @@ def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_neede
     assert len(text.encode()) <= DETAILS_LIMIT + 10
     assert "starter.py nodes resume" in text
     assert "- and 2032 more: the query `state` has them" in text
+
+
+def test_jobs_that_would_take_more_and_what_is_offered_to_them_are_on_the_page() -> None:
+    grows = ClaimRecord(Claim("llama", 7, 3, 1, keep=("n1",), holds=(Place("n1"),), most=3, more_at=AGO), granted=(Place("n1"),))
+    waits = ClaimRecord(Claim("bert", 8, 1, 2, most=4), waiting_since=AGO)
+    offer = Offered("llama", 7, 3, (Place("n2"), Place("n3")), NOW)
+    lines = page(fleet(node("n1"), node("n2"), node("n3"), claims=(grows, waits), offers=(offer,)))
+    assert "- n2, n3 offered to job llama until 2026-11-21 03:00:00 UTC" in lines
+    assert "- **llama** n1; takes up to 3 from 2026-11-21 02:48:00 UTC on" in lines
+    assert "- **bert** 2 to 4 nodes since 2026-11-21 02:48:00 UTC: nobody has told it why yet" in lines

@@ -1,0 +1,107 @@
+"""What people answer when a job asks: approve, deny, be asked again later, or take it out of relaunch's hands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from recovery.decide import may_answer
+from recovery.events import Answered, DeadlinePassed, NodesMissing, NodeUnreachable, RetryRequested, Submitted
+from recovery.model import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
+from tests.recovery.builders import at, error, exited, fault, new_job, play, policy, running, step
+
+BUG = exited(2, "n2", code=1, error=error("ValueError: bad batch"))
+ASKS = policy(causes={"APPLICATION": [{"strategy": "ASK"}]})
+
+
+def asking() -> JobState:
+    """A job that asks since `at(10)`."""
+    job = replace(running(), policy=ASKS)
+    job, decision = step(job, fault(job, BUG), at(10))
+    assert isinstance(decision, Ask)
+    return job
+
+
+def test_approve_launches_a_new_generation_and_names_who_said_so() -> None:
+    job, decision = step(asking(), Answered("approve", "the batch is fixed", "ada"), at(20))
+    assert decision == Relaunch(2, "ada approved a new launch: the batch is fixed")
+    assert (job.phase, job.generation) == (Phase.LAUNCHING, 2)
+
+
+def test_approve_while_a_node_is_lost_launches_without_it() -> None:
+    job = running()
+    job, _ = step(job, NodeUnreachable(job.generation, "n2", timedelta(seconds=180), "no answer"), at(1))
+    job, asked = step(job, DeadlinePassed(), at(4000))
+    assert isinstance(asked, Ask)
+    _, decision = step(job, Answered("approve", "", ""), at(4001))
+    assert decision == Relaunch(job.generation + 1, "a person approved a new launch", without=("n2",))
+
+
+def test_deny_ends_the_job_with_the_reason_for_which_it_asked() -> None:
+    before = asking()
+    job, decision = step(before, Answered("deny", "it is hopeless", "ada"), at(20))
+    assert decision == Stop(Phase.FAILED, f"ada denied a new launch: it is hopeless; {before.because}", exit_code=1)
+    assert job.phase is Phase.STOPPING
+
+
+def test_a_snoozed_question_is_asked_again_and_does_not_end_the_job() -> None:
+    before = asking()
+    job, decision = step(before, Answered("snooze", "after breakfast", "ada", at(3620)), at(20))
+    assert decision == Wait(Phase.WAITING_FOR_PERSON, f"ada snoozed it: after breakfast; {before.because}", "it is asked again", at(3620))
+    again, _ = step(job, Answered("snooze", "", "ada", at(7000)), at(30))
+    assert again.because == f"ada snoozed it; {before.because}"  # not longer each time
+    job, decision = step(again, DeadlinePassed(at(7000)), at(7000))
+    assert decision == before.asked
+    assert (job.because, job.next.what) == (before.because, before.next.what)
+    assert job.next.at == at(7000) + ASKS.timeouts.answer_within
+    assert isinstance(step(job, DeadlinePassed(job.next.at), at(99999))[1], Stop)
+
+
+def test_what_was_taken_over_has_no_deadline_until_somebody_says_more() -> None:
+    before = asking()
+    job, decision = step(before, Answered("take-over", "I look at the data", "ada"), at(20))
+    assert isinstance(decision, Ask)
+    assert job.because == f"ada has taken it over: I look at the data; before that: {before.because}"
+    assert (job.phase, job.next.at) == (Phase.WAITING_FOR_PERSON, None)
+    assert "answer approve" in job.next.what
+    assert isinstance(step(job, Answered("approve", "", "ada"), at(30))[1], Relaunch)
+    assert isinstance(step(job, RetryRequested("", "ada"), at(30))[1], Relaunch)
+
+
+def test_a_snooze_of_what_was_taken_over_ends_with_it_taken_over_again() -> None:
+    taken, _ = step(asking(), Answered("take-over", "", "ada"), at(20))
+    job, _ = step(taken, Answered("snooze", "", "bob", at(60)), at(30))
+    job, decision = step(job, DeadlinePassed(at(60)), at(60))
+    assert decision == taken.asked
+    assert job.next.at is None
+
+
+@pytest.mark.parametrize("phase", [Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES, Phase.QUEUED])
+def test_what_relaunch_works_at_can_be_taken_over_and_else_asks_nothing(phase: Phase) -> None:
+    job = replace(running(), phase=phase, because="generation 2 is launched")
+    after, decision = step(job, Answered("take-over", "", "ada"), at(20))
+    assert isinstance(decision, Ask)
+    assert after.because == "ada has taken it over; before that: generation 2 is launched"
+    for answer in ("approve", "deny", "snooze"):
+        assert may_answer(job, answer) == f"it is {phase} and asks nothing"
+
+
+@pytest.mark.parametrize("decision", ["approve", "deny", "snooze", "take-over"])
+def test_a_job_whose_ranks_run_is_not_stopped_by_an_answer(decision: str) -> None:
+    job = running()
+    after, decided = step(job, Answered(decision, "", "ada"), at(20))  # type: ignore[arg-type]
+    assert isinstance(decided, Ignore)
+    assert after == job
+    assert "RUNNING" in may_answer(job, decision)
+
+
+def test_s1_6_a_job_that_never_ran_queues_without_a_deadline_and_one_that_lost_its_nodes_asks() -> None:
+    queued, decision = play(new_job(), Submitted("", "ada"), NodesMissing("0 of 2 nodes: job llama holds 2"))
+    assert isinstance(decision, Wait)
+    assert (queued.phase, queued.next.at) == (Phase.QUEUED, None)
+    job = replace(running(), phase=Phase.LAUNCHING)
+    waiting, _ = step(job, NodesMissing("1 of 2 nodes"), at(1))
+    assert waiting.phase is Phase.WAITING_FOR_NODES
+    assert waiting.next.at == at(1) + job.policy.timeouts.answer_within

@@ -1,0 +1,372 @@
+"""Claims of jobs that may have fewer nodes: what they are granted, what they are offered later, and who comes first."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from recovery.fleet import settle
+from recovery.fleet.allocate import LOOK_FIRST
+from recovery.fleet.model import Applied, Claim, Claimed, JobsClosed, Living, Look, Place, QuarantineAsked, ReleaseAsked, TellOffer
+from recovery.fleet.offers import OFFER_AGAIN, OFFER_HOLDS
+from recovery.spec import FleetNode
+from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
+
+FOUR = nodes("n1", "n2", "n3", "n4")
+
+
+def offers(desk: Desk) -> dict[str, list[str]]:
+    return {tell.job: list(tell.offer.nodes) for tell in desk.of(TellOffer)}
+
+
+def goes_on(desk: Desk, job: str, keep: tuple[str, ...], seq: int, *, most: int = 4, after: float = 60, **more: Any) -> None:
+    """The job runs on these, and would take more some time from now."""
+    at = desk.now + timedelta(seconds=after)
+    desk.claim(job, len(keep), seq=seq, keep=keep, most=most, had=len(keep), more_at=at, running=True, **more)
+
+
+def asks(desk: Desk, job: str, keep: tuple[str, ...], seq: int, *, fewest: int = 2, most: int = 4, **more: Any) -> None:
+    desk.claim(job, fewest, seq=seq, keep=keep, most=most, **{"had": len(keep), "running": True, **more})
+
+
+def short(*specs: FleetNode, has: tuple[str, ...] = ("n1", "n2"), **limits: Any) -> Desk:
+    """Job a runs on a part of the nodes, and would take all of them from a minute on."""
+    desk = Desk(*(specs or FOUR), **limits)
+    desk.claim("a", len(has), most=len(has))
+    goes_on(desk, "a", has, 2)
+    return desk
+
+
+# --- grants between fewest and most
+
+
+def test_s3_3_a_job_gets_its_most_where_it_is_free_and_at_least_its_fewest() -> None:
+    desk = Desk()
+    desk.claim("a", 2, most=3)
+    assert desk.granted() == {"a": ["n1", "n2", "n3"]}
+    assert desk.grants()["a"].fewer == ""
+    desk.claim("b", 1, most=3)
+    assert desk.granted() == {"b": ["n4"]}
+    assert desk.grants()["b"].fewer == "1 of 3 nodes: job a holds 3"
+
+
+def test_s3_3_all_of_its_fewest_or_none() -> None:
+    desk = Desk()
+    desk.claim("a", 3)
+    desk.claim("b", 2, most=4)
+    assert desk.granted() == {}
+    assert desk.grants("waiting")["b"].because == "1 of 2 nodes: job a holds 3"
+
+
+def test_a_job_that_wants_more_than_there_are_begins_with_what_there_is() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.claim("a", 2, most=4)
+    assert desk.granted() == {"a": ["n1", "n2"]}
+    assert desk.grants()["a"].fewer == "2 of 4 nodes: no other is to be had"
+
+
+def test_more_than_its_fewest_keeps_nobody_waiting_who_was_there_before() -> None:
+    desk = Desk()
+    desk.claim("x", 1)
+    desk.claim("large", 4, since=T0)
+    desk.claim("a", 1, most=3, since=T0 + timedelta(seconds=1))
+    assert desk.granted() == {}, "all is kept for the large one"
+    desk.claim("large", 3, seq=2, since=T0)
+    assert desk.granted() == {"large": ["n2", "n3", "n4"]}
+
+
+def test_a_job_that_has_its_fewest_keeps_nothing_from_those_who_come_after() -> None:
+    desk = Desk()
+    desk.go(QuarantineAsked("n4", "a fan", "grace"))
+    desk.claim("a", 1, most=4)
+    goes_on(desk, "a", ("n1",), 2)
+    desk.claim("b", 2)
+    assert desk.granted() == {"b": ["n2", "n3"]}
+
+
+def test_s3_3_a_job_that_lost_a_node_goes_on_with_the_others_and_says_what_is_missing() -> None:
+    desk = Desk()
+    desk.claim("a", 2, most=4)
+    desk.silent["n2"] = "no route to host"
+    asks(desk, "a", ("n1", "n3", "n4"), 2, avoid=("n2",), holds=("n1", "n2", "n3", "n4"), had=4)
+    assert desk.granted() == {"a": ["n1", "n3", "n4"]}
+    assert desk.grants()["a"].fewer == "3 of 4 nodes: it avoids n2"
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_and_makes_no_job_larger() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3"), *nodes("n8", "n9", spare=True))
+    desk.claim("a", 2, most=5)
+    assert desk.granted() == {"a": ["n1", "n2", "n3"]}
+    assert desk.grants()["a"].fewer == "3 of 5 nodes: 2 spares are for jobs that have run"
+    asks(desk, "a", ("n1", "n3"), 2, most=5, avoid=("n2",), holds=("n1", "n3"), had=3)
+    assert desk.granted() == {"a": ["n1", "n3", "n8"]}
+    goes_on(desk, "a", ("n1", "n3", "n8"), 3, most=5)
+    desk.wait(seconds=61)
+    assert offers(desk) == {"a": ["n2"]}, "and not the other spare"
+
+
+def test_what_replaces_a_lost_node_comes_before_those_who_wait_and_what_would_be_more_does_not() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5"))
+    desk.claim("a", 1, most=2)
+    goes_on(desk, "a", ("n1", "n2"), 2, most=2)
+    desk.claim("b", 4)
+    assert desk.grants("waiting") != {}
+    asks(desk, "a", ("n1",), 3, fewest=1, most=4, had=2, avoid=("n2",), holds=("n1",))
+    assert desk.granted() == {"a": ["n1", "n3"]}, "one for the one that it lost"
+
+
+def test_a_job_alone_is_given_what_is_free_when_it_is_launched_anew_anyway() -> None:
+    desk = short()
+    asks(desk, "a", ("n1",), 3, had=2, avoid=("n2",), holds=("n1",))
+    assert desk.granted() == {"a": ["n1", "n3", "n4"]}
+
+
+@pytest.mark.parametrize("why", ["the breaker", "a fleet begun anew"])
+def test_s3_3_a_job_that_can_run_waits_for_no_breaker_and_for_no_fleet_that_begins(why: str) -> None:
+    desk = Desk(*FOUR, nodes_out=1, begun=why == "the breaker")
+    if why == "the breaker":
+        desk.claim("x", 0, suspects=(suspect("n3", isolate=True), suspect("n4", isolate=True)))
+        assert desk.state.breaker.is_open
+    else:
+        desk = Desk(*FOUR, jobs=("other",))
+        assert desk.state.awaited == ("other",)
+    asks(desk, "a", ("n1", "n2"), 1, had=3)
+    assert desk.granted() == {"a": ["n1", "n2"]}
+    assert desk.grants()["a"].fewer.startswith("2 of 4 nodes: ")
+    asks(desk, "a", ("n1",), 2, had=3)
+    assert desk.granted() == {}, "with one it cannot run"
+
+
+def test_nodes_that_may_answer_in_a_moment_are_looked_at_before_a_job_begins_with_fewer() -> None:
+    desk = Desk()
+    desk.now += timedelta(seconds=30)
+    desk.look(["n1", "n2"])
+    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0, most=4)))
+    desk.settle()
+    assert [set(look.nodes) for look in desk.of(Look)] == [{"n3", "n4"}] and desk.granted() == {}
+    desk.silent["n4"] = "no route to host"
+    desk.look(["n3", "n4"])
+    desk.settle()
+    assert desk.granted() == {"a": ["n1", "n2", "n3"]}
+
+
+def test_but_not_for_long() -> None:
+    desk = Desk()
+    desk.now += timedelta(seconds=30)
+    desk.look(["n1", "n2"])
+    desk.busy = {"look"}
+    desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0, most=4)))
+    desk.settle()
+    assert desk.granted() == {}
+    while desk.wakes_in() < 10 and desk.now - T0 < timedelta(seconds=30) + LOOK_FIRST:
+        desk.now += timedelta(seconds=desk.wakes_in())
+        desk.look(["n1", "n2"])
+        desk.settle()
+    assert desk.granted() == {"a": ["n1", "n2"]}
+    assert desk.now == T0 + timedelta(seconds=30) + LOOK_FIRST
+
+
+def test_a_job_that_goes_on_with_all_that_it_has_is_told_nothing() -> None:
+    desk = short()
+    assert desk.orders == [] and not desk.record("a").waits
+
+
+# --- offers
+
+
+def test_s3_3_what_is_free_is_offered_when_the_job_has_run_for_long_enough_and_not_before() -> None:
+    desk = short()
+    assert offers(desk) == {} and desk.wakes_in() == 60
+    desk.wait(seconds=59)
+    assert offers(desk) == {}
+    assert desk.wakes_in() == 1
+    desk.wait(seconds=1)
+    assert offers(desk) == {"a": ["n3", "n4"]}
+    (tell,) = desk.of(TellOffer)
+    assert (tell.offer.submission, tell.offer.seq, tell.offer.until) == (1, 2, desk.now + OFFER_HOLDS)
+    assert desk.wait(seconds=1) == []
+
+
+def test_a_node_is_looked_at_before_it_is_offered() -> None:
+    desk = short()
+    desk.silent["n3"] = "no route to host"
+    desk.now += timedelta(seconds=61)
+    desk.settle()
+    assert offers(desk) == {} and {"n3", "n4"} <= set(desk.of(Look)[0].nodes)
+    desk.look()
+    desk.settle()
+    assert offers(desk) == {"a": ["n4"]}
+
+
+def test_no_more_is_offered_than_it_would_take_and_first_comes_first() -> None:
+    desk = Desk()
+    for job, node, most in (("a", "n1", 2), ("b", "n2", 3)):
+        desk.claim(job, 1, most=1)
+        goes_on(desk, job, (node,), 2, most=most)
+    desk.wait(seconds=61)
+    assert offers(desk) == {"a": ["n3"], "b": ["n4"]}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"most": 2}, id="it has all that it would take"),
+        pytest.param({"avoid": ("n3", "n4")}, id="it avoids those that are free"),
+        pytest.param({"gpus": 16}, id="they have not the GPUs"),
+    ],
+)
+def test_what_it_cannot_use_is_not_offered(more: dict[str, Any]) -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    goes_on(desk, "a", ("n1", "n2"), 2, **more)
+    desk.wait(seconds=61)
+    assert offers(desk) == {}
+
+
+def test_nothing_is_offered_while_somebody_waits() -> None:
+    desk = short()
+    desk.claim("b", 3)
+    desk.wait(seconds=61)
+    assert offers(desk) == {}
+    desk.claim("b", 0, seq=2)
+    assert offers(desk) == {"a": ["n3", "n4"]}
+
+
+def test_nothing_is_offered_while_the_breaker_is_open() -> None:
+    desk = short(*FOUR, nodes_out=1, reboots_per_hour=1)
+    desk.claim("x", 0, suspects=(suspect("n3", isolate=True), suspect("n4", isolate=True)))
+    assert desk.state.breaker.is_open
+    desk.wait(seconds=61)
+    assert offers(desk) == {}
+
+
+def test_nothing_is_offered_to_a_job_that_has_to_leave_a_node() -> None:
+    desk = short()
+    desk.go(QuarantineAsked("n2", "a fan", "grace", timedelta(minutes=30)))
+    desk.wait(seconds=61)
+    assert offers(desk) == {}
+
+
+def test_s3_3_a_node_that_is_back_is_offered() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3"))
+    desk.go(QuarantineAsked("n3", "a fan", "grace"))
+    desk.claim("a", 2, most=3)
+    assert desk.grants()["a"].fewer == "2 of 3 nodes: n3 is quarantined (a fan)"
+    goes_on(desk, "a", ("n1", "n2"), 2, most=3)
+    desk.wait(seconds=600)
+    assert offers(desk) == {}
+    desk.go(ReleaseAsked("n3", "", "grace"))
+    assert offers(desk) == {"a": ["n3"]}
+
+
+def test_ranks_of_its_own_that_are_left_somewhere_are_no_hindrance() -> None:
+    desk = short(*nodes("n1", "n2", "n3"))
+    desk.living["n3"] = (Living("a", 1, 1),)
+    desk.wait(seconds=61)
+    assert offers(desk) == {"a": ["n3"]}
+
+
+def test_nobody_else_is_given_what_is_offered_and_is_told_so_until_it_is_over() -> None:
+    desk = short()
+    desk.wait(seconds=61)
+    desk.claim("b", 1)
+    assert desk.granted() == {}
+    because = desk.grants("waiting")["b"].because
+    assert because == "0 of 1 nodes: job a holds 2; n3 is offered to job a, n4 is offered to job a"
+    assert desk.wakes_in() <= OFFER_HOLDS.total_seconds()
+    desk.now = desk.state.offers[0].until
+    desk.go()
+    assert desk.granted() == {"b": ["n3"]}
+
+
+def test_an_offer_that_is_not_taken_is_made_again_later() -> None:
+    desk = short()
+    desk.wait(seconds=61)
+    assert offers(desk) != {}
+    end = desk.state.offers[0].until
+    while desk.now < end + OFFER_AGAIN:
+        desk.now += timedelta(seconds=desk.wakes_in())
+        desk.go()
+        if desk.now < end + OFFER_AGAIN:
+            assert offers(desk) == {}
+    assert desk.now == end + OFFER_AGAIN and offers(desk) == {"a": ["n3", "n4"]}
+
+
+def test_s3_3_a_job_that_takes_the_offer_gets_just_those_nodes() -> None:
+    desk = short(*FOUR, *nodes("n5"))
+    desk.wait(seconds=61)
+    assert offers(desk) == {"a": ["n3", "n4"]}
+    desk.claim("b", 3)
+    asks(desk, "a", ("n1", "n2"), 3)
+    assert desk.granted() == {"a": ["n1", "n2", "n3", "n4"]}
+    assert desk.grants()["a"].fewer == ""
+    assert desk.state.offers == (), "it may be offered more as soon as it would take it"
+
+
+def test_a_job_that_asks_when_the_offer_is_over_and_others_wait_gets_no_more() -> None:
+    desk = short()
+    desk.wait(seconds=61)
+    desk.now += OFFER_HOLDS
+    desk.go()
+    desk.claim("b", 3)
+    asks(desk, "a", ("n1", "n2"), 3)
+    assert desk.granted() == {"a": ["n1", "n2"]}
+
+
+def test_an_offer_ends_when_the_job_says_that_it_goes_on_without_or_ends() -> None:
+    for last in (lambda desk: goes_on(desk, "a", ("n1", "n2"), 3), lambda desk: desk.go(JobsClosed((("a", 1),)))):
+        desk = short()
+        desk.wait(seconds=61)
+        desk.claim("b", 2)
+        assert desk.granted() == {}
+        last(desk)
+        assert desk.granted() == {"b": ["n3", "n4"]}
+
+
+def test_a_job_that_is_launched_anew_for_a_fault_meanwhile_may_use_what_it_was_offered() -> None:
+    desk = short()
+    desk.wait(seconds=61)
+    asks(desk, "a", ("n1",), 3, fewest=1, avoid=("n2",), holds=("n1",), had=2)
+    assert desk.granted() == {"a": ["n1", "n3", "n4"]}
+
+
+def test_a_part_of_a_node_is_offered_and_granted_as_it_was_offered() -> None:
+    desk = Desk(*nodes("n1", "n2", gpus=4))
+    desk.claim("a", 1, most=1, gpus=2)
+    goes_on(desk, "a", ("n1",), 2, most=2, gpus=2)
+    desk.claim("b", 1, gpus=1)
+    desk.wait(seconds=61)
+    (offer,) = desk.state.offers
+    assert offer.places == (Place("n2", "10.0.0.2", (0, 1)),)
+    desk.claim("c", 1, gpus=4)
+    assert desk.granted() == {}
+    desk.claim("d", 1, gpus=2, running=True)
+    assert desk.granted() == {"d": ["n2"]} and desk.grants()["d"].places[0].gpus == (2, 3)
+    asks(desk, "a", ("n1",), 3, fewest=1, most=2, gpus=2)
+    assert desk.grants()["a"].places[1] == Place("n2", "10.0.0.2", (0, 1))
+
+
+def test_a_node_that_leaves_the_file_is_offered_no_more() -> None:
+    desk = short()
+    desk.wait(seconds=61)
+    desk.go(Applied("act", FOUR[:3], desk.limits))
+    assert [node.name for node in desk.state.nodes] == ["n1", "n2", "n3"]
+    asks(desk, "a", ("n1", "n2"), 3)
+    assert desk.granted() == {"a": ["n1", "n2", "n3"]}
+
+
+def test_a_fleet_that_was_begun_anew_has_offered_nothing() -> None:
+    desk = short()
+    desk.wait(seconds=61)
+    anew = Desk(*FOUR)
+    goes_on(anew, "a", ("n1", "n2"), 3, after=0)
+    assert offers(anew) == {"a": ["n3", "n4"]} and anew.of(TellOffer)[0].offer.seq == 3
+
+
+def test_equal_states_make_equal_offers() -> None:
+    desk = short()
+    desk.now += timedelta(seconds=61)
+    desk.look()
+    assert settle(desk.state, desk.now, frozenset()) == settle(desk.state, desk.now, frozenset())
