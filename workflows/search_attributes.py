@@ -10,6 +10,7 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 from recovery.health import Health
 from recovery.ladder import used_budgets
 from recovery.model import JobState, Phase
+from recovery.policy import Strategy
 from recovery.repair_state import AskPerson, Finish, RepairState, Step, StepRecord
 from recovery.spec import duration
 from recovery.treatment import Course, Examine, Treatment
@@ -31,6 +32,8 @@ def attributes(job: JobState) -> dict[str, object]:
     ended_badly = job.phase in (Phase.FAILED, Phase.CANCELLED) and bool(job.incidents)
     incident = job.incident or (job.incidents[-1] if ended_badly else None)
     last = next((d.strategy for d in reversed(incident.decisions) if d.strategy), None) if incident else None
+    if incident is None and job.strategy is Strategy.GROW:
+        last = Strategy.GROW.value  # as long as what grew runs: no incident has it
     return {
         "Phase": job.phase.value,
         "Generation": job.generation,
@@ -69,6 +72,8 @@ def current_details(job: JobState, now: datetime) -> str:
     if job.slots:
         shown = ", ".join(slot.node for slot in job.slots[:16])
         lines += [f"**Nodes** {shown}" + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""), ""]
+    if job.fewer:
+        lines += [f"**Fewer than it takes** {job.fewer}", ""]
     if job.avoided:
         lines += ["**Avoided** " + ", ".join(avoided.node for avoided in job.avoided[:16]), ""]
     # Lists, not tables: the web UI sets the cells of a table without any space between them.
@@ -108,9 +113,17 @@ def current_details(job: JobState, now: datetime) -> str:
             "",
             '- `cancel` `{"because": "…", "by": "you"}` stops every rank and ends the job',
             '- `force_retry` `{"because": "…", "avoid_nodes": ["n2"], "renew_budgets": false}` launches a new generation now',
+            *_answers(job),
             '- `report` `{"node": "n2", "declared": "dead", "because": "…"}` you vouch that nothing runs on n2 any more',
         ]
     return _page(lines)
+
+
+def _answers(job: JobState) -> list[str]:
+    if job.phase is not Phase.WAITING_FOR_PERSON:
+        return []
+    said = '`{"decision": "approve", "because": "…", "by": "you"}`'
+    return [f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"]
 
 
 def repair_details(repair: RepairState, step: Step, course: Course | None = None, waits: str = "") -> str:

@@ -18,7 +18,8 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import ValidationError
 
     from activities.gang import WatchReport
-    from recovery.decide import decide
+    from recovery.claim import more_at
+    from recovery.decide import decide, may_answer
     from recovery.events import (
         CancelRequested,
         DeadlinePassed,
@@ -28,21 +29,30 @@ with workflow.unsafe.imports_passed_through():
         MessageRejected,
         NodeDeclaredDead,
         NodesAcquired,
+        NodesGranted,
+        NodesOffered,
         PolicyChanged,
         RanksSucceeded,
         Submitted,
     )
     from recovery.evolve import absorb, evolve, finish, resubmit
+    from recovery.fencing import fences
     from recovery.fleet.model import Place
+    from recovery.ladder import left_with, why_left
     from recovery.model import Ask, Decision, Examine, Ignore, JobState, Leaving, Phase, Relaunch, Repair, Stop, Wait
+    from recovery.policy import Strategy
     from recovery.ranks import seat
+    from recovery.spec import duration
     from workflows import orders
     from workflows.claims import Claims
     from workflows.messages import (
+        OFFER,
+        AnswerMessage,
         Carried,
         JobResult,
         PolicyMessage,
         TrainingJobInput,
+        answer_event,
         cancel_event,
         explain,
         leave_event,
@@ -81,6 +91,7 @@ class TrainingJob:
         self._archiving: asyncio.Task[None] | None = None
         self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
         self._saying_again: asyncio.Task[None] | None = None
+        self._growing: asyncio.Task[None] | None = None
         self._leaves: dict[Leaving, asyncio.Task[None]] = {}
         self._timer: asyncio.Task[None] | None = None
         self._deadline: datetime | None = None
@@ -123,6 +134,7 @@ class TrainingJob:
             while self._inbox:
                 self._take(self._inbox.pop(0))
             self._keep_leaves()
+            self._keep_wish()
             self._publish()
             if self._may_end():
                 return await self._end()
@@ -131,7 +143,7 @@ class TrainingJob:
 
     def _broken(self) -> BaseException | None:
         """What a task met that nobody has foreseen; left alone, the job would stand still and not say why."""
-        all_of_them = (self._act, self._archiving, self._saying_again, *self._watches.values(), *self._leaves.values())
+        all_of_them = (self._act, self._archiving, self._saying_again, self._growing, *self._watches.values(), *self._leaves.values())
         tasks = [task for task in all_of_them if task is not None and task.done()]
         return next((error for task in tasks if not task.cancelled() and (error := task.exception()) is not None), None)
 
@@ -151,7 +163,11 @@ class TrainingJob:
                     self._replace_act(lambda: self._stop(once=ending.phase is Phase.SUCCEEDED))  # without that node
         if not isinstance(decision, Ignore):
             workflow.logger.info("%s -> %s: %s", event.kind, decision.kind, decision.because, extra={"generation": self._job.generation})
+        if not isinstance(decision, Ignore | Wait) or isinstance(event, NodesGranted):
+            self._stop_asking_for_more(decision)
         self._carry_out(decision)
+        if isinstance(event, NodesOffered) and isinstance(decision, Wait) and not self._claims.is_asking_for_more:
+            self._growing = asyncio.create_task(self._claims.ask_for_more(self._job.generation))
         if len(self._job.incidents) > KEPT_INCIDENTS and self._archiving is None:
             self._archiving = asyncio.create_task(self._archive())
 
@@ -216,21 +232,31 @@ class TrainingJob:
         excluded = tuple(dict.fromkeys((*decision.without, *leaving, *(avoided.node for avoided in self._job.avoided))))
         places = tuple(Place(slot.node, slot.address, slot.gpus) for slot in self._job.slots)
         is_ours = bool(places) and not self._claims.waits and {place.node for place in places} == set(self._claims.nodes)
-        if not (decision.keep_nodes and is_ours) or any(place.node in excluded for place in places):
+        fewer, left = self._job.fewer, left_with(self._job, excluded)
+        has_them = not self._claims.waits and {slot.node for slot in left} <= set(self._claims.nodes)
+        shrinks = decision.strategy is Strategy.SHRINK and has_them and len(left) >= self._job.spec.fewest_nodes
+        if decision.strategy is Strategy.GROW and self._claims.is_asking_for_more:
+            places, fewer = self._claims.take_more(), self._claims.fewer
+        elif shrinks:
+            places, fewer = self._claims.leave(left), why_left(self._job, left)
+        elif not (decision.keep_nodes and is_ours) or any(place.node in excluded for place in places):
             places = await self._claims.acquire(decision, excluded)
             if not places or superseded():
                 return
+            fewer = self._claims.fewer
+        slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
         left_out = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
-        if left_out:
+        # Ranks that are alone do not fence themselves, and as part of a gang they would be taken for ranks that do.
+        alone = bool(self._job.maybe_alive) and not fences(self._job) and fences(replace(self._job, slots=slots))
+        if left_out or alone:
             # Everywhere, not only there: a node that was cut off stops itself only when some other node no longer vouches for it.
             before = decision.generation - 1
             gone = await orders.prove_gone(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
             self._inbox.append(gone)
             if superseded():
                 return
-        slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
-        self._inbox.append(NodesAcquired(slots))
-        if left_out:
+        self._inbox.append(NodesAcquired(slots, fewer))
+        if left_out or shrinks:
             await workflow.wait_condition(lambda: self._job.slots == slots)
             await self._claims.say_what_is_left()
         token = replace(self._job.token, generation=decision.generation)
@@ -243,6 +269,24 @@ class TrainingJob:
         await self._stop(once=True)
         if self._claims.waits:
             await self._claims.give_back()
+
+    # --- more nodes
+
+    def _keep_wish(self) -> None:
+        """Tell the fleet when the job would take more nodes, if that has changed."""
+        job, said = self._job, self._saying_again
+        if not job.spec.is_elastic or job.phase is not Phase.RUNNING or job.leaving or job.incident is not None:
+            return
+        busy = self._claims.waits or self._claims.is_asking_for_more or (said is not None and not said.done())
+        if not busy and more_at(job) != self._claims.more_at:
+            self._saying_again = asyncio.create_task(self._claims.say_again())
+
+    def _stop_asking_for_more(self, decision: Decision) -> None:
+        """Unless it grows by it: what was asked for, or granted, the fleet may give to others."""
+        if not self._claims.is_asking_for_more or (isinstance(decision, Relaunch) and decision.strategy is Strategy.GROW):
+            return
+        self._claims.forget_more()
+        self._saying_again = asyncio.create_task(self._claims.say_again())
 
     def _keep_leaves(self) -> None:
         """One timer for each node that the job was asked to leave."""
@@ -354,7 +398,7 @@ class TrainingJob:
 
     def _may_continue_as_new(self) -> bool:
         """Only while nothing but watching goes on: an order to nodes is never left half-way."""
-        busy = [task for task in (self._act, self._archiving, self._saying_again) if task is not None and not task.done()]
+        busy = [task for task in (self._act, self._archiving, self._saying_again, self._growing) if task is not None and not task.done()]
         return not busy and self._job.ending is None
 
     async def _continue_as_new(self) -> None:
@@ -437,6 +481,16 @@ class TrainingJob:
     def claim_again(self, *_more: Any) -> None:
         self._saying_again = asyncio.create_task(self._claims.say_again())
 
+    @workflow.signal(description="The fleet has more nodes for this job, if it wants to grow. Nobody else sends it.")
+    def nodes_offered(self, message: Any = None, *_more: Any) -> None:
+        try:
+            offer = OFFER.validate_python(message)
+        except ValidationError as error:
+            self._inbox.append(MessageRejected("nodes_offered", explain(error)))
+            return
+        if self._claims.is_current(offer):
+            self._inbox.append(NodesOffered(offer.nodes, offer.until))
+
     @workflow.signal(description="A node is wanted for maintenance. Nobody but the fleet sends it: `nodes quarantine --drain`.")
     def leave_node(self, message: Any = None, *_more: Any) -> None:
         self._receive("leave_node", message, leave_event)
@@ -468,6 +522,31 @@ class TrainingJob:
             raise ApplicationError(str(error), type="BadInput", non_retryable=True) from None
         if not changed.policy:
             raise ApplicationError("policy: missing, expected the keys to change", type="BadInput", non_retryable=True)
+
+    @workflow.update(
+        description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "because": "…", "by": "…", "within": "2h"}.'
+    )
+    def answer(self, message: Any = None, *_more: Any) -> str:
+        answered = AnswerMessage.model_validate(message)
+        self._inbox.append(answer_event(answered, workflow.now()))
+        return {
+            "approve": "a new generation is launched",
+            "deny": "the job ends as FAILED",
+            "snooze": f"it is asked again in {duration(answered.within)}",
+            "take-over": "nothing is done any more until somebody says approve, deny, retry or cancel",
+        }[answered.decision]
+
+    @answer.validator
+    def _check_answer(self, message: Any = None, *_more: Any) -> None:
+        try:
+            answered = AnswerMessage.model_validate({} if message in (None, "") else message)
+        except ValidationError as error:
+            raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
+        if not answered.decision:
+            said = "decision: missing, expected approve, deny, snooze or take-over"
+            raise ApplicationError(said, type="BadInput", non_retryable=True)
+        if why := may_answer(self._job, answered.decision):
+            raise ApplicationError(f"job {self._job.name} cannot be told {answered.decision}: {why}", type="BadInput", non_retryable=True)
 
     @workflow.query(description="Everything the job knows about itself.")
     def state(self) -> JobState:

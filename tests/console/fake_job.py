@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from temporalio import activity, workflow
+from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from recovery.causes import Cause
@@ -14,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.policy import preset
     from recovery.spec import JobSpec
     from workflows.log_messages import LogPiece, ReadIncidentsInput, ReadIncidentsOutput, ReadLogsInput, ReadLogsOutput
-    from workflows.messages import JobResult, TrainingJobInput
+    from workflows.messages import AnswerMessage, JobResult, TrainingJobInput
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: loss is nan'
@@ -71,6 +72,16 @@ class FakeTrainingJob:
     @workflow.signal
     def report(self, message: Any = None) -> None:
         self._state = replace(self._state, notices=(*self._state.notices, f"{message['node']} {message['declared']}: {message['because']}"))
+
+    @workflow.update
+    def answer(self, message: AnswerMessage) -> str:
+        self._state = replace(self._state, notices=(*self._state.notices, f"{message.decision} {message.within}: {message.because}"))
+        return f"{message.decision} is taken"
+
+    @answer.validator
+    def _check_answer(self, message: AnswerMessage) -> None:
+        if message.decision == "deny":
+            raise ApplicationError("it is RUNNING and asks nothing", type="BadInput", non_retryable=True)
 
     @workflow.query
     def state(self) -> JobState:

@@ -220,6 +220,23 @@ async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_me
         await jobs.incidents(place.client, TASK_QUEUE, await jobs.look(place.client, "orphan"))
 
 
+async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Place) -> None:
+    await place.starter("submit", place.write_job("asks"))
+    told = await place.starter("answer", "asks", "snooze", "--within", "2h", "--because", "breakfast")
+    assert (told.code, told.out) == (0, "job asks: snooze is taken\n"), told
+    now = await jobs.look(place.client, "asks")
+    assert now.state is not None
+    assert now.state.notices == ("snooze 2:00:00: breakfast",)
+    one_sentence(await place.starter("answer", "asks", "deny", "--because", "x"), "it is RUNNING and asks nothing")
+    one_sentence(
+        await place.starter("answer", "asks", "maybe", "--because", "x"),
+        "'maybe' is no answer, expected approve, deny, snooze or take-over",
+    )
+    one_sentence(await place.starter("answer", "asks", "deny", "--within", "2h", "--because", "x"), "--within 2h", "expected snooze")
+    one_sentence(await place.starter("answer", "asks", "snooze", "--within", "soon", "--because", "x"), "within", "'soon'")
+    one_sentence(await place.starter("answer", "nobody", "deny", "--because", "x"), "nobody")
+
+
 async def test_archived_incidents_come_before_those_still_held(place: Place) -> None:
     await place.starter("submit", place.write_job("done", "exit", "1"), "--follow")
     now = await jobs.look(place.client, "done")

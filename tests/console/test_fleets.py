@@ -14,7 +14,7 @@ from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from connection import data_converter
-from console import fleets, nodes
+from console import answers, fleets
 from console.service import find_server
 from recovery.fleet.model import FleetState
 from settings import Mistake
@@ -151,6 +151,6 @@ async def test_where_no_worker_answers_that_is_said_in_one_sentence(bare: Place,
         await fleets.read(bare.client, TASK_QUEUE, "default")
     await bare.client.start_workflow("NodeRepair", id="repair/default/gpu-01", task_queue=TASK_QUEUE)
     with pytest.raises(Mistake, match="node gpu-01: repair/default/gpu-01: no worker answers"):
-        await nodes.answer_for_node(bare.client, "default", "gpu-01", "deny", "x")
+        await answers.for_node(bare.client, "default", "gpu-01", "deny", "x")
     with pytest.raises(Mistake, match="no worker answers for fleet default"):
         await fleets.quarantine(bare.client, TASK_QUEUE, "default", "gpu-01", "x", drain=False, within=None)

@@ -52,7 +52,7 @@ async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
 async def test_S5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None:
     async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),))) as rig:
         job = await rig.submit()
-        state = await job.until_phase(Phase.WAITING_FOR_NODES)
+        state = await job.until(lambda s: s.phase is Phase.QUEUED and s.generation == 1, "in the queue")
         assert state.because.startswith("1 of 2 nodes: n2 does not answer")
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)
@@ -143,7 +143,7 @@ async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_to
 async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(make_rig: MakeRig) -> None:
     async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), nodes=2) as rig:
         job = await rig.submit()
-        await job.until_phase(Phase.WAITING_FOR_NODES, 1)
+        await job.until_phase(Phase.QUEUED, 1)
         rig.backend.heal("n2")
         await job.handle.signal("force_retry")
         result = await job.result()
@@ -153,7 +153,7 @@ async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(make
 async def test_a_job_that_waits_for_nodes_goes_on_by_itself_when_they_answer(make_rig: MakeRig) -> None:
     async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed")) as rig:
         job = await rig.submit()
-        await job.until_phase(Phase.WAITING_FOR_NODES, 1)
+        await job.until_phase(Phase.QUEUED, 1)
         rig.backend.heal("n2")
         result = await job.result()
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 1)
@@ -236,4 +236,63 @@ async def test_a_signal_with_nothing_in_it_means_all_defaults_and_a_second_paylo
         state = await job.until_phase(Phase.RUNNING, 2)
         assert state.notices == ()
         await job.handle.signal("cancel", args=sent)
+        await is_cancelled(rig, job)
+
+
+async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Exit(generation=1, rank=0),))) as rig:
+        job = await rig.submit(policy(causes=ASK))
+        await job.until_phase(Phase.WAITING_FOR_PERSON)
+        told = await job.handle.execute_update("answer", {"decision": "snooze", "by": "ada", "because": "later", "within": "1s"})
+        assert told == "it is asked again in 1s"
+        await job.until(lambda s: s.because.startswith("ada snoozed it: later; "), "snoozed")
+        asked = await job.until(lambda s: "Without an answer" in s.next.what, "asked again")
+        assert asked.phase is Phase.WAITING_FOR_PERSON
+        await job.handle.execute_update("answer", {"decision": "take-over", "by": "ada"})
+        state = await job.until(lambda s: s.because.startswith("ada has taken it over"), "taken over")
+        assert state.next.at is None
+        assert not alive(rig.backend.lives)
+        await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
+        await job.until_phase(Phase.RUNNING, 2)
+        with pytest.raises(WorkflowUpdateFailedError) as refused:
+            await job.handle.execute_update("answer", {"decision": "deny"})
+        assert isinstance(refused.value.cause, ApplicationError)
+        assert refused.value.cause.message == f"{job.handle.id.replace('/', ' ')} cannot be told deny: it is RUNNING and asks nothing"
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+async def test_a_job_that_is_denied_fails_and_names_who_denied_it(make_rig: MakeRig) -> None:
+    async with make_rig(Script((Exit(rank=0),))) as rig:
+        job = await rig.submit(policy(causes=ASK))
+        await job.until_phase(Phase.WAITING_FOR_PERSON)
+        await job.handle.execute_update("answer", {"decision": "deny", "by": "ada", "because": "hopeless"})
+        result = await job.result()
+        assert result.phase is Phase.FAILED
+        assert result.because.startswith("ada denied a new launch: hopeless; ")
+
+
+async def test_a_launch_that_is_taken_over_leaves_no_rank(make_rig: MakeRig) -> None:
+    ladder = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE", "delay": "1h"}]}
+    async with make_rig(Script((Exit(generation=1, rank=0),))) as rig:
+        job = await rig.submit(policy(causes=ladder))
+        await job.until_phase(Phase.LAUNCHING, 2)
+        await job.handle.execute_update("answer", {"decision": "take-over", "by": "ada", "because": "I look at it"})
+        await job.until(lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive, "taken over, with no rank left")
+        assert not alive(rig.backend.lives)
+        await job.handle.signal("force_retry", {"by": "ada"})
+        await job.until_phase(Phase.RUNNING, 3)
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+@pytest.mark.parametrize("nonsense", [{}, {"decision": "perhaps"}, {"decision": "snooze", "within": "soon"}, "yes"])
+async def test_an_answer_that_is_none_is_refused_and_changes_nothing(make_rig: MakeRig, nonsense: Any) -> None:
+    async with make_rig(Script((Exit(rank=0),))) as rig:
+        job = await rig.submit(policy(causes=ASK))
+        before = await job.until(lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive, "asking, with no rank left")
+        with pytest.raises(WorkflowUpdateFailedError):
+            await job.handle.execute_update("answer", nonsense)
+        assert await job.state() == before
+        await job.handle.signal("cancel")
         await is_cancelled(rig, job)

@@ -43,7 +43,7 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         shares = {call.order.rank_env[0]["CUDA_VISIBLE_DEVICES"] for call in rig.backend.calls if call.command == "start"}
         assert shares == {"0,1", "2,3"}
         third = await rig.submit(nodes=1, gpus_per_node=1)
-        waiting = await third.until_phase(Phase.WAITING_FOR_NODES)
+        waiting = await third.until_phase(Phase.QUEUED, 1)
         assert any(job.handle.id.removeprefix("job/") in waiting.because for job in jobs), "it is told who has them"
         await ended(jobs[0])
         await third.until_phase(Phase.RUNNING)
@@ -128,16 +128,15 @@ async def test_a_job_of_a_fleet_that_nobody_knows_fails_with_that_sentence(make_
         assert "fleet 'nowhere' is not known" in result.because
 
 
-async def test_a_job_that_asks_a_person_keeps_its_nodes_and_one_that_never_got_any_wants_none(make_rig: MakeRig) -> None:
-    asks = policy({"answer_within": "2s"}, causes={"APPLICATION": [{"strategy": "ASK"}]})
+async def test_a_job_that_asks_keeps_its_nodes_and_one_in_the_queue_waits_for_as_long_as_it_takes(make_rig: MakeRig) -> None:
     async with make(make_rig, Exit(generation=1, rank=0, after=0.2), nodes=2, gpus=8) as rig:
         job = await rig.submit(policy(causes={"APPLICATION": [{"strategy": "ASK"}]}), gpus_per_node=8)
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         assert {place.node for one in (await fleet_state(rig)).claims for place in one.places} == {"n1", "n2"}
-        other = await rig.submit(asks, gpus_per_node=8)
-        await other.until_phase(Phase.WAITING_FOR_PERSON)
-        await until_fleet(rig, lambda state: [one.claim.nodes for one in state.claims] == [2], "one claim")
+        other = await rig.submit(policy({"answer_within": "1s"}), gpus_per_node=8)
+        await other.until(lambda s: s.phase is Phase.QUEUED and s.generation == 1 and s.next.at is None, "in the queue, without a deadline")
         await job.handle.signal("force_retry")
         assert {slot.node for slot in (await job.until_phase(Phase.RUNNING, 2)).slots} == {"n1", "n2"}
         await ended(job)
-        await other.result()
+        await other.until_phase(Phase.RUNNING, 1)
+        await ended(other)

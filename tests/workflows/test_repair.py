@@ -193,7 +193,7 @@ async def test_a_job_that_meets_a_node_at_which_somebody_works_takes_another_or_
             state = await job.until_phase(Phase.RUNNING)
             assert [slot.node for slot in state.slots] == ["n1", "n3"]
         else:
-            state = await job.until(lambda s: s.phase is Phase.WAITING_FOR_NODES and "a person" in s.next.what, "told who works at n2")
+            state = await job.until(lambda s: s.phase is Phase.QUEUED and "a person" in s.because, "told who works at n2")
         checking.cancel()
         if not others:
             state = await job.until_phase(Phase.RUNNING)
