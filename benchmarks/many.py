@@ -109,6 +109,12 @@ def peak_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
+def cpu_seconds(pid: int) -> float:
+    """What a process has used of the cores; unlike the wall clock, little else on the machine moves it."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def drive(address: str, jobs: int, worker: int, server: int, state: Path) -> dict[str, object]:
     client = await connect(state, address)
     policy = resolve({"no_progress_stop": "off"})
@@ -126,7 +132,7 @@ async def drive(address: str, jobs: int, worker: int, server: int, state: Path) 
     begun = time.monotonic()
     await each(jobs, start)
     launched = time.monotonic() - begun
-    before = peak_mib(worker)
+    before, launched_cpu = peak_mib(worker), cpu_seconds(worker)
     begun = time.monotonic()
     os.kill(worker, signal.SIGUSR1)
     phases: Counter[str] = Counter()
@@ -139,7 +145,7 @@ async def drive(address: str, jobs: int, worker: int, server: int, state: Path) 
 
     async with asyncio.timeout(PATIENCE):
         await each(jobs, result)
-    recovered = time.monotonic() - begun
+    recovered, recovered_cpu = time.monotonic() - begun, cpu_seconds(worker)
     failed: Counter[str] = Counter()
 
     async def look(number: int) -> None:
@@ -156,6 +162,8 @@ async def drive(address: str, jobs: int, worker: int, server: int, state: Path) 
         "all_recovered_after_s": round(recovered, 1),
         "phases": dict(phases),
         "generations": {str(key): count for key, count in generations.items()},
+        "worker_cpu_s_running": round(launched_cpu, 1),
+        "worker_cpu_s_recovering": round(recovered_cpu - launched_cpu, 1),
         "workflow_tasks_failed": failed["failed"],
         "workflow_tasks_timed_out": failed["timed out"],
         "worker_peak_mib_running": round(before),
@@ -199,7 +207,9 @@ async def _up(address: str, state: Path) -> None:
     async with asyncio.timeout(60):
         while True:
             try:
-                await ensure_namespace(await connect(state, address))
+                client = await connect(state, address)
+                await ensure_namespace(client)
+                await client.count_workflows()  # a server that has just begun says of its namespace for a moment that there is none
             except Exception as error:  # whatever a server that is not up yet says; the timeout tells when that is no excuse
                 print(f"waiting for the server: {str(error)[:80]}", file=sys.stderr)
                 await asyncio.sleep(0.5)
