@@ -32,6 +32,8 @@ from settings import Mistake, Settings, read_settings
 if TYPE_CHECKING:
     from temporalio.client import Client
 
+    from workflows.log_messages import Stack
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
 policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Policies: what is tried after a fault, and how often.")
 app.add_typer(nodes_app, name="nodes")
@@ -77,7 +79,7 @@ def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD…")],
-    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    nodes: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Nodes; 3:4: four, or three where there are no more.")] = "1",
     nproc: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
     policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the job; default: after the script, with the time.")] = None,
@@ -96,7 +98,7 @@ def run(
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml")],
     name: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX", help="Instead of the file's.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Instead of the file's nproc_per_node.")] = None,
     policy: Annotated[str | None, typer.Option(help="A preset or a file, instead of the file's.")] = None,
     fleet: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
@@ -113,7 +115,7 @@ def submit(
         from console import submission
 
         await submission.submit(client, settings.task_queue, spec, resolved, because)
-        print(f"job {spec.name} submitted: {spec.world_size} ranks on {spec.node_count} nodes", flush=True)
+        print(f"job {spec.name} submitted: {spec.size}", flush=True)
         if not follow:
             return 0
         from console.follow import follow_lines, follow_live
@@ -200,6 +202,25 @@ def logs(
 
 
 @app.command()
+def stacks(
+    job: Job,
+    rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show where the ranks of a job are at the moment: Python's stacks where py-spy is on the node, else the kernel's."""
+
+    async def work(client: Client, settings: Settings) -> tuple[Stack, ...]:
+        from console import stacks as reading
+
+        return await reading.read(client, settings.task_queue, job, rank)
+
+    from console import stacks as printing
+
+    found = with_client(work)
+    print_json(printing.rows(found)) if as_json else print("\n".join(printing.lines(found)))
+
+
+@app.command()
 def cancel(job: Job, because: Because = "") -> None:
     """Stop every rank of a job and end it as CANCELLED."""
     from console import jobs
@@ -224,16 +245,14 @@ def retry(
 @app.command()
 def answer(
     job: Job,
-    decision: Annotated[str, typer.Argument(metavar="approve|deny")],
+    decision: Annotated[str, typer.Argument(metavar="approve|deny|snooze|take-over")],
     because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
+    within: Annotated[str | None, typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h.")] = None,
 ) -> None:
-    """Approve or deny the repair that a job waits for."""
-    from console import nodes
+    """Answer what a job asks: approve or deny, be asked again later (snooze), or have relaunch do nothing more about it (take-over)."""
+    from console import answers
 
-    if decision not in ("approve", "deny"):
-        raise Mistake(f"{decision!r} is no answer, expected approve or deny")
-    told = with_client(lambda client, _: nodes.answer(client, job, decision, because))
-    print(f"{decision}: told the repair of {', '.join(told)}")
+    print(with_client(lambda client, _: answers.for_job(client, job, decision, because, within)))
 
 
 @policy_app.command("presets")

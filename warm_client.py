@@ -18,6 +18,8 @@ NO_WARM = "RELAUNCH_NO_WARM"
 SOCKET = "cli.sock"
 PROTOCOL = 1
 COMMANDS = ("run", "submit", "jobs", "show", "next", "history", "follow", "logs", "cancel", "retry", "nodes")
+ASKS = ["nodes", "trust"]
+"""It reads from the terminal, and a fork of an `up` that was started in the same one would be stopped for that (SIGTTIN)."""
 ANSWER_WITHIN = 1.0
 """Seconds for a fork and two short messages. A cold start takes about as long, so waiting longer would gain nothing."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
@@ -26,7 +28,7 @@ GO = b"go"
 
 def forward() -> None:
     """Let the process of `up` run this command and exit as it does; return where that cannot be."""
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS or os.environ.get(NO_WARM):
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS or sys.argv[1:3] == ASKS or os.environ.get(NO_WARM):
         return
     # Once is enough, also when the project's own Python starts this script again.
     os.environ[NO_WARM] = "1"

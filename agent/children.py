@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any, Callable, Union
 
-from agent import orders, probe, processes, repairs, reports, watch
+from agent import orders, preflight, probe, processes, repairs, reports, watch
 from agent.loop import parse
 from agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, check_version, line
 
@@ -24,6 +24,8 @@ COMMANDS: dict[str, Command] = {
     "logs": lambda state, order, reading, writing: reports.logs(state, order, reading),
     "stacks": lambda state, order, reading, writing: reports.stacks(state, order),
     "probe": lambda state, order, reading, writing: probe.probe(state, order),
+    "preflight": lambda state, order, reading, writing: preflight.preflight(state, order),
+    "meet": lambda state, order, reading, writing: preflight.meet(state, order),
     "diagnose": lambda state, order, reading, writing: repairs.diagnose(state, order, reading),
     "reset-gpus": lambda state, order, reading, writing: repairs.reset_gpus(state, order),
     "reboot": lambda state, order, reading, writing: repairs.reboot(state, order),

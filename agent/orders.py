@@ -5,6 +5,7 @@ Each may be repeated, and killed between any two lines.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import secrets
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Union
 
-from agent import hold, keeper, peers, ranks
+from agent import hold, keeper, peers, ranks, retention
 from agent.faults import pass_by
 from agent.loop import parse
 from agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
@@ -44,7 +45,7 @@ def _not_above(token: Token, highest: tuple[int, int], because: str) -> Refused:
     return Refused("not_above", text, highest=list(highest))
 
 
-def _hold(address: str) -> socket.socket:
+def hold_port(address: str) -> socket.socket:
     """Bind a free port for MASTER_PORT, below those that the kernel gives to outgoing connections."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         lowest = int(file.read().split()[0])
@@ -69,6 +70,7 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
         "ranks": order.items("ranks"),
         **{name: order.number(name) for name in ("stop_grace", "stuck_after")},
         **{name: order.number(name, least=0.001) for name in ("lease", "fence_after", "valid_for", "heartbeat")},
+        "fleet": order.fleet(),
     }
     if not given["ranks"] or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in given["ranks"]):
         bad("ranks", given["ranks"], "a list of global ranks")
@@ -86,7 +88,8 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
                 return dict(known["answer"])
             if generation.started is not None:
                 raise _not_above(token, token.order, "it was launched before, and a generation is launched once")
-        with hold.shared(state):
+        with hold.shared(state, given["fleet"]):
+            hold.refuse_other_fleet(state, given["fleet"], job.path)
             job.reserve(prepared=token.order)
             pass_by(state, "prepare.reserved")
             others = [other for other in job.generations() if other.order <= token.order]
@@ -101,6 +104,7 @@ def _make_keeper(job: JobState, generation: Generation, token: Token, given: Jso
     generation.make()
     for old in job.generations()[:-KEPT_GENERATIONS]:
         shutil.rmtree(old.path)
+    retention.make_room(job.state, job.path)
     deadline = time.monotonic() + ASKED
     lock = try_lock(generation.path / "keeper.lock")
     while lock is None and time.monotonic() < deadline:
@@ -108,8 +112,17 @@ def _make_keeper(job: JobState, generation: Generation, token: Token, given: Jso
         lock = try_lock(generation.path / "keeper.lock")
     if lock is None:
         raise Refused("stuck", f"generation {token.generation} still has a keeper", pids=[])
+    try:
+        with hold.of_one_fleet(job.state, given["fleet"], job.path):
+            return _born(job, generation, token, given, stopped, lock)
+    except BaseException:
+        os.close(lock)  # whoever carries out this order carries out others, and is no keeper
+        raise
+
+
+def _born(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]], lock: int) -> Becoming:
     listener = peers.listen(given["address"])
-    sockets = keeper.Sockets(generation.listen("orders"), generation.listen("sock"), listener, _hold(given["address"]))
+    sockets = keeper.Sockets(generation.listen("orders"), generation.listen("sock"), listener, hold_port(given["address"]))
     stamp = now()
     answer: Json = {
         "outcome": "done",

@@ -42,7 +42,8 @@ def probe(state: Path, order: Fields) -> Json:
         "kernel": _kernel(state, since),
     }
     jobs, _ = hold.living(state)
-    return {**found, "jobs": jobs, "held": hold.held(state), "reboots": reboots.newest(state)}
+    found.update(jobs=jobs, held=hold.held(state), reboots=reboots.newest(state))
+    return {**found, "answered": time.time()}
 
 
 def _memory() -> Json:

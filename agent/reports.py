@@ -59,6 +59,7 @@ def list_jobs(state: Path, order: Fields) -> Json:
                     "generation": generation.order[1],
                     "state": _state_of(generation, journal.read(generation.journal)),
                     "ranks": ranks,
+                    **({"fleet": given["fleet"]} if given.get("fleet") else {}),
                 }
             )
         jobs.append(

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Sequence
@@ -89,7 +90,7 @@ def run(words: Sequence[str], within: float, environment: Optional[Dict[str, str
     return Ran(code if ended else None, out.text, err.text, out.cut, time.monotonic() - began, left)
 
 
-class _Stream:
+class _Stream(ABC):
     def __init__(self, handle: int, most: int) -> None:
         os.set_blocking(handle, False)
         self.handle = handle
@@ -114,8 +115,9 @@ class _Stream:
             if not self.open or not self.read():
                 return
 
+    @abstractmethod
     def keep(self, data: bytes) -> None:
-        raise NotImplementedError
+        """Take a piece of what was printed."""
 
     @property
     def text(self) -> str:

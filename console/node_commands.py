@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from console.terminal import Json, print_json, say, with_client
-from settings import Mistake, Settings
+from settings import Mistake, Settings, read_settings
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -22,6 +24,7 @@ nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes
 Node = Annotated[str, typer.Argument(metavar="NODE")]
 Why = Annotated[str, typer.Option("--because", help="Why, a clause for whoever reads the history.")]
 Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
+File = typer.Option("--file", metavar="FLEET.yaml", help="A fleet file; its nodes are reached from here.")
 Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
 
 
@@ -169,9 +172,24 @@ def declare_dead(node: Node, because: Annotated[str, typer.Option(help="How you 
 
 @nodes_app.command("check")
 def nodes_check(
-    nodes: Annotated[list[str], typer.Argument(metavar="NODE...")], fleet: Fleet = "default", level: Level = 2, as_json: Json = False
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE...]")] = None,
+    fleet: Fleet = "default",
+    level: Level = 2,
+    file: Annotated[Path | None, File] = None,
+    everything: Annotated[bool, typer.Option("--all", help="With --file: every row, also of nodes that are fine.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Examine nodes as a job would have it done after a fault. DCGM runs only where no rank does. Exit code 1 unless all are healthy."""
+    """Examine nodes as a job would have it done after a fault. DCGM runs only where no rank does. Exit code 1 unless all are healthy.
+
+    With --file, before anything runs: log in to the nodes of a fleet file from here, and say of each what works, what does not, and what to
+    do about it. Wants no server and no worker. Exit code 1 unless ranks can run on all of them."""
+    if file is not None:
+        _check_file(file, nodes or [], everything, as_json)
+        return
+    if not nodes:
+        raise Mistake(
+            "nodes check: expected a NODE of a running fleet, or --file FLEET.yaml to look at the nodes of a fleet file from here"
+        )
     from console import nodes as examining
 
     found = with_client(lambda client, s: examining.check(client, s.task_queue, fleet, tuple(nodes), level))
@@ -184,16 +202,46 @@ def nodes_check(
         raise typer.Exit(1)
 
 
+def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -> None:
+    from console import direct, files, preflight
+
+    fleet = asyncio.run(direct.look_at(files.read_fleet(file), file, names, read_settings().state))
+    print_json(preflight.view(fleet)) if as_json else preflight.print_rows(fleet, everything)
+    if not all(preflight.runs(preflight.rows(fleet, seen)) for seen in fleet.seen):
+        raise typer.Exit(1)
+
+
+@nodes_app.command("trust")
+def nodes_trust(
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE...]")] = None,
+    file: Annotated[Path | None, File] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Vouch for every key that is not known yet, without a question.")] = False,
+) -> None:
+    """Show the host keys of the nodes of a fleet file (none named: of all), ask about each that is not known, and write those into
+    known_hosts that you vouch for. A key that has changed is never replaced. Exit code 1 unless all are known then."""
+    from console import direct, files, trust
+
+    if file is None:
+        known = read_settings().fleets
+        if len(known) != 1:
+            raise Mistake("nodes trust: expected --file FLEET.yaml, the fleet file that has the nodes")
+        file = known[0]
+    spec = files.read_fleet(file)
+    keys = asyncio.run(direct.keys_of(spec, file, nodes or []))
+    if not trust.trust(spec, keys, yes, trust.at_terminal()):
+        raise typer.Exit(1)
+
+
 @nodes_app.command("answer")
 def nodes_answer(
     node: Node, decision: Annotated[str, typer.Argument(metavar="approve|deny")], because: Why, fleet: Fleet = "default"
 ) -> None:
     """Approve or deny what the repair of a node asks, whoever ordered it. A job's may also be answered with `starter.py answer JOB`."""
-    from console import nodes
+    from console import answers
 
     if decision not in ("approve", "deny"):
         raise Mistake(f"{decision!r} is no answer, expected approve or deny")
-    with_client(lambda client, _: nodes.answer_for_node(client, fleet, node, decision, because))
+    with_client(lambda client, _: answers.for_node(client, fleet, node, decision, because))
     print(f"{decision}: told the repair of {node}")
 
 
@@ -202,20 +250,23 @@ def nodes_repair(
     node: Node,
     because: Why,
     reboot: Annotated[bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")] = False,
+    power_cycle: Annotated[bool, typer.Option("--power-cycle", help="Cycle its power by the command of the fleet file.")] = False,
     reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
     gpu: Annotated[list[str] | None, typer.Option(metavar="BUS_ID", help="Only this GPU.")] = None,
     fleet: Fleet = "default",
     level: Level = 2,
 ) -> None:
-    """Reset the GPUs of a node, or reboot it, and examine it afterwards. Refused where ranks run. Exit code 1 unless it is healthy then."""
+    """Reset the GPUs of a node, reboot it, or cycle its power, and examine it afterwards. Refused where ranks run, or a job has a node
+    whose power would be cycled. Exit code 1 unless it is healthy then."""
     from console import nodes
     from recovery.policy import Strategy
 
-    if reboot == reset_gpus:
-        raise Mistake("what to do is missing, expected one of --reboot and --reset-gpus")
-    strategy = Strategy.REBOOT_NODE if reboot else Strategy.RESET_GPU
-    say(f"{strategy} of {node}: see {nodes.repair_id(fleet, node)} in the web UI")
-    ended = with_client(lambda client, s: nodes.repair(client, s.task_queue, fleet, node, strategy, gpu or (), because, level))
+    if [reboot, power_cycle, reset_gpus].count(True) != 1:
+        raise Mistake("what to do is missing, expected one of --reboot, --power-cycle and --reset-gpus")
+    strategy = Strategy.RESET_GPU if reset_gpus else Strategy.REBOOT_NODE
+    what = "power cycle" if power_cycle else str(strategy)
+    say(f"{what} of {node}: see {nodes.repair_id(fleet, node)} in the web UI")
+    ended = with_client(lambda client, s: nodes.repair(client, s.task_queue, fleet, node, strategy, gpu or (), because, level, power_cycle))
     print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.because}")
     if ended.outcome != "done":
         raise typer.Exit(1)

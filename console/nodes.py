@@ -1,26 +1,22 @@
-"""Looks at nodes, orders a repair of one, and answers what a repair asks. Every refusal is a `Mistake`: one sentence, nothing changed."""
+"""Looks at nodes and orders a repair of one. Every refusal is a `Mistake`: one sentence, nothing changed."""
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from temporalio.client import ActivityFailureError, Client, WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
-from temporalio.service import RPCError, RPCStatusCode
 
 from console.files import check_name
-from console.jobs import QUERY_WITHIN, look
 from console.submission import TASK_TIMEOUT, whoami
 from console.views import age
-from recovery.model import Phase
 from recovery.policy import Strategy
 from settings import Mistake
-from workflows.messages import REPAIR_ID_PREFIX, AnswerMessage, NodeRepairInput, NodeRepairResult
+from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
 from workflows.node_messages import ExamineNodesInput, NodeHealth
 
 CHECK_WITHIN = {0: timedelta(seconds=90), 1: timedelta(minutes=5), 2: timedelta(minutes=20), 3: timedelta(minutes=65)}
@@ -92,7 +88,15 @@ def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
 
 
 async def repair(
-    client: Client, task_queue: str, fleet: str, node: str, strategy: Strategy, gpus: Sequence[str], because: str, level: int
+    client: Client,
+    task_queue: str,
+    fleet: str,
+    node: str,
+    strategy: Strategy,
+    gpus: Sequence[str],
+    because: str,
+    level: int,
+    power: bool = False,
 ) -> NodeRepairResult:
     """Order a repair and wait for its end. Whoever orders it has approved it.
 
@@ -110,6 +114,7 @@ async def repair(
         gpus=tuple(gpus),
         approved_by=whoami(),
         level=level,
+        power=power,
     )
     try:
         handle = await client.start_workflow(
@@ -129,48 +134,3 @@ async def repair(
 
 def repair_id(fleet: str, node: str) -> str:
     return f"{REPAIR_ID_PREFIX}{check_name('fleet', fleet)}/{check_name('node', node)}"
-
-
-async def answer(client: Client, job: str, decision: str, because: str) -> tuple[str, ...]:
-    """Approve or deny the repairs that a job waits for; return the nodes.
-
-    Raises:
-        Mistake: the job waits for none, or none of them asks.
-    """
-    state = (await look(client, job)).state
-    if state is None:
-        raise Mistake(f"job {job}: no worker answers: start a worker and say it again")
-    if state.phase is not Phase.REPAIRING or not state.tries:
-        raise Mistake(f"job {job} is {state.phase} and waits for no repair")
-    nodes = state.tries[-1].nodes
-    outcomes = await asyncio.gather(*(_answer(client, repair_id(state.spec.fleet, node), decision, because) for node in nodes))
-    told = tuple(node for node, why in zip(nodes, outcomes, strict=True) if why is None)
-    if not told:
-        raise Mistake(f"job {job}: {next(why for why in outcomes if why)}")
-    return told
-
-
-async def answer_for_node(client: Client, fleet: str, node: str, decision: str, because: str) -> None:
-    """Approve or deny what the repair of one node asks, whoever ordered it.
-
-    Raises:
-        Mistake: there is no repair of it under way, or it asks nothing.
-    """
-    if why := await _answer(client, repair_id(fleet, node), decision, because):
-        raise Mistake(f"node {node}: {why}")
-
-
-async def _answer(client: Client, id_: str, decision: str, because: str) -> str | None:
-    """Return why it was not taken."""
-    message = AnswerMessage.model_validate({"decision": decision, "because": because, "by": whoami()})
-    try:
-        await client.get_workflow_handle(id_).execute_update("answer", message, rpc_timeout=QUERY_WITHIN)
-    except WorkflowUpdateFailedError as error:
-        return f"{id_}: {getattr(error.cause, 'message', '') or error.cause or error}"
-    except WorkflowUpdateRPCTimeoutOrCancelledError:
-        return f"{id_}: no worker answers: start one and say it again"
-    except RPCError as error:
-        if error.status is not RPCStatusCode.NOT_FOUND:
-            raise
-        return f"there is no repair {id_}"
-    return None

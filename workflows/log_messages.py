@@ -1,6 +1,7 @@
 """Reading what nodes and archives hold: standalone activities that the command line, which never reaches a node, runs through a worker.
 
-`read_logs(ReadLogsInput) -> ReadLogsOutput` and `read_incidents(ReadIncidentsInput) -> ReadIncidentsOutput`.
+`read_logs(ReadLogsInput) -> ReadLogsOutput`, `read_stacks(ReadStacksInput) -> ReadStacksOutput` and
+`read_incidents(ReadIncidentsInput) -> ReadIncidentsOutput`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,32 @@ class ReadLogsOutput:
     """Nodes that did not answer."""
     refused: tuple[str, ...] = ()
     """What nodes that answered said instead of logs, such as that they know of no such generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStacksInput:
+    fleet: str
+    places: tuple[tuple[str, int], ...]
+    """Node and global rank of each that is asked for."""
+    namespace: str
+    job: str
+    submission: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    rank: int
+    node: str
+    pid: int | None
+    text: str
+    """Where it is, for a person: as py-spy has it, else as the kernel does; or why nobody can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStacksOutput:
+    stacks: tuple[Stack, ...] = ()
+    """By rank; one for each that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

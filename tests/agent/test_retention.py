@@ -1,0 +1,121 @@
+"""What a node keeps of generations that have ended, and what goes first when their logs take too much of its disk."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_node import Node, eventually, python, refusal, token
+
+from agent import retention
+from agent.state import JobState, try_lock
+
+BLOCK = 64 * 1024
+
+
+def prints(size: int) -> list[str]:
+    return python(f"import sys; sys.stdout.write('x' * {size})")
+
+
+def run_to_its_end(node: Node, job: str, generation: int, size: int = BLOCK) -> None:
+    prepared = node.prepare(generation, [0], token=token(generation, job=job))
+    assert prepared is not None and prepared["outcome"] == "done", prepared
+    started = node.start(generation, prints(size), ranks=1, token=token(generation, job=job), prepared=prepared["stamp"])
+    assert started is not None and started["outcome"] == "done", started
+    log = folder(node, job, generation) / "logs" / "rank_0.log"
+    eventually(lambda: log.exists() and log.stat().st_size == size)
+    node.stop(generation, token=token(generation, job=job))
+    eventually(lambda: not JobState(node.state, "default", job).generation((1, generation)).keeper_lives())
+
+
+def folder(node: Node, job: str, generation: int) -> Path:
+    return JobState(node.state, "default", job).generation((1, generation)).path
+
+
+def kept(node: Node) -> dict[str, list[int]]:
+    jobs = {job: JobState(node.state, "default", job).generations() for job in ("a", "b")}
+    return {job: [generation.order[1] for generation in found] for job, found in jobs.items() if found}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for three and a half of the generations of these tests."""
+    monkeypatch.setenv(retention.VARIABLE, str(7 * BLOCK // 2))
+
+
+def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(small: None, node: Node) -> None:
+    for generation in (1, 2):
+        run_to_its_end(node, "a", generation)
+    for generation in (1, 2, 3):
+        run_to_its_end(node, "b", generation)
+    # Five have ended when the sixth is prepared: the two oldest that may go are of the other job, and its newest may not.
+    run_to_its_end(node, "b", 4)
+    assert kept(node) == {"a": [2], "b": [2, 3, 4]}
+    run_to_its_end(node, "b", 5)
+    assert kept(node) == {"a": [2], "b": [3, 4, 5]}, "a's newest is older than all of them, and stays"
+
+
+def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Node) -> None:
+    prepared = node.prepare(1, [0], token=token(1, job="a"))
+    assert prepared is not None
+    loud = [sys.executable, "-S", "-c", f"import sys, time; sys.stdout.write('x' * {9 * BLOCK}); sys.stdout.flush(); time.sleep(1000)"]
+    node.start(1, loud, ranks=1, token=token(1, job="a"), prepared=prepared["stamp"])
+    eventually(lambda: (folder(node, "a", 1) / "logs" / "rank_0.log").stat().st_size == 9 * BLOCK)
+    for generation in (1, 2, 3, 4):
+        run_to_its_end(node, "b", generation)
+    assert kept(node) == {"a": [1], "b": [1, 2, 3, 4]}, "what it takes is not of the ended ones' budget either"
+
+
+def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(small: None, node: Node) -> None:
+    run_to_its_end(node, "a", 1, 5 * BLOCK)
+    run_to_its_end(node, "a", 2)
+    run_to_its_end(node, "b", 1)
+    assert kept(node) == {"a": [2], "b": [1]}
+    assert refusal(node.prepare(1, [0], token=token(1, job="a"))) == "stopped"
+    answer = node.order("logs", token=token(1, job="a"))
+    assert refusal(answer) == "no_such_generation"
+
+
+def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node) -> None:
+    run_to_its_end(node, "a", 1)
+    run_to_its_end(node, "a", 2)
+    run_to_its_end(node, "b", 1, 5 * BLOCK)
+    lock = try_lock(JobState(node.state, "default", "a").path / "lock")
+    assert lock is not None
+    try:
+        run_to_its_end(node, "b", 2, 5 * BLOCK)
+        assert kept(node) == {"a": [1, 2], "b": [2]}, "what is next in age goes instead"
+    finally:
+        os.close(lock)
+    run_to_its_end(node, "b", 3)
+    assert kept(node) == {"a": [2], "b": [3]}
+
+
+def test_without_a_word_the_budget_is_ten_gibibytes_or_a_tenth_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(retention.VARIABLE, raising=False)
+
+    def disk(size: int) -> Any:
+        return os.statvfs_result((4096, 4096, size // 4096, 0, 0, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", lambda path: disk(50 * 1024**3))
+    assert retention.budget(tmp_path) == 5 * 1024**3
+    monkeypatch.setattr(os, "statvfs", lambda path: disk(4 * 1024**4))
+    assert retention.budget(tmp_path) == 10 * 1024**3
+
+
+def test_two_launches_in_a_row_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(retention.VARIABLE, raising=False)
+    (tmp_path / "jobs").mkdir()
+    looks: list[Path] = []
+    monkeypatch.setattr(retention, "_generations", lambda state: looks.append(state) or [])
+    for _ in range(3):
+        retention.make_room(tmp_path, tmp_path / "jobs" / "a")
+    assert looks == [tmp_path]
+
+
+def test_a_disk_that_cannot_be_read_keeps_no_job_from_being_launched(tmp_path: Path) -> None:
+    retention.make_room(tmp_path, tmp_path / "jobs" / "a")
+    assert not (tmp_path / retention.LOOKED).exists()

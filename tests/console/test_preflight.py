@@ -1,0 +1,278 @@
+"""What people are told of a node before it is used: each thing a row, and one sentence of what to do where it is not fine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console.direct import Fleet, Seen, Step
+from console.preflight import Found, Row, command, print_rows, rows, runs, verdict, view
+from recovery.spec import FleetSpec
+
+FACTS: dict[str, Any] = {
+    "outcome": "done",
+    "boot_id": "b1",
+    "python": "3.10.12",
+    "executable": "/usr/bin/python3",
+    "user": "train",
+    "uid": 1000,
+    "state": {"path": "/var/tmp/relaunch-1000/m1", "type": "ext4", "mounted": "/"},
+    "session": "session-12.scope",
+    "nvidia_smi": {"path": "/usr/bin/nvidia-smi", "exit_code": 0, "said": "GPU 0"},
+    "dcgmi": {"path": "/usr/bin/dcgmi", "exit_code": 0, "said": "1 GPU found"},
+    "reboot": {"command": "systemctl reboot", "sudo": True},
+    "gpu_reset": {"command": "/usr/bin/nvidia-smi --gpu-reset -i 00000000:00:00.0", "sudo": True},
+    "left": {"pid": 7, "started": 9, "address": "192.168.7.11", "port": 23456, "word": "w"},
+}
+GPU = {"index": 0, "uuid": "GPU-1", "bus_id": "00000000:05:00.0", "name": "NVIDIA H100"}
+PROBE: dict[str, Any] = {
+    "outcome": "done",
+    "boot_id": "b1",
+    "stamp": 100.0,
+    "wall": 1000.0,
+    "answered": 1000.0,
+    "exchange": {"sent": 1000.0, "received": 1000.0},
+    "load": 0.1,
+    "memory": {"total": 1 << 39, "available": 1 << 38},
+    "disks": [{"path": "/var/tmp/relaunch-1000/m1", "total": 1 << 40, "free": 412 << 30, "inodes_free": 1000, "writable": True}],
+    "gpus": {"driver": "570.86", "nvml": "12.570", "gpus": [GPU]},
+    "kernel": {"lines": []},
+    "jobs": [],
+    "held": None,
+    "reboots": [],
+}
+
+
+def spec(sudo: bool = True, gpus: int = 1, backend: str = "ssh", **ssh: Any) -> FleetSpec:
+    nodes = [
+        {"name": "gpu-01", "address": "10.0.0.11", "user": "train", "network": "192.168.7.11", "gpus": gpus},
+        {"name": "gpu-02", "address": "10.0.0.12", "gpus": gpus},
+    ]
+    return FleetSpec.model_validate({"name": "lab", "backend": backend, "nodes": nodes, "ssh": {"sudo": sudo, **ssh}})
+
+
+class Key:
+    node, algorithm, fingerprint, file = "gpu-01", "ED25519", "SHA256:abc", "~/.ssh/known_hosts"
+    standing, because = "known", ""
+
+
+def key(**changes: str) -> Any:
+    return type("Changed", (Key,), changes)()
+
+
+def look(of: FleetSpec | None = None, **changes: Any) -> tuple[Row, ...]:
+    """What is said of gpu-01, of which all is fine but what is changed."""
+    fleet = of or spec()
+    facts, probe = {**FACTS, **changes.pop("facts", {})}, {**PROBE, **changes.pop("probe", {})}
+    again = {"outcome": "done", "lives": True, "met": {"took": 0.0004}}
+    given = {"step": Step.DONE, "key": key(), "facts": facts, "probe": probe, "again": again, "neighbour": "gpu-02", **changes}
+    seen = Seen(fleet.nodes[0], connected=0.61, round_trip=0.02, shipped=626688, **given)
+    other = Seen(fleet.nodes[1], step=Step.DONE, key=key(), facts=facts, probe=probe, again={"lives": changes.get("other_lives", True)})
+    return rows(Fleet(fleet, Path("lab.yaml"), "3f9a", (seen, other)), seen)
+
+
+def row(found: tuple[Row, ...], check: str) -> Row:
+    return next(one for one in found if one.check == check)
+
+
+def test_a_node_that_has_all_is_fine_in_every_row() -> None:
+    found = look()
+    assert [(one.check, one.found) for one in found if one.found is not Found.OK] == [("health", Found.WARN)], (
+        "this GPU told nothing of itself"
+    )
+    assert [one.check for one in found] == [
+        "reached",
+        "host key",
+        "agent",
+        "python",
+        "state folder",
+        "clock",
+        "GPUs",
+        "health",
+        "nvidia-smi",
+        "dcgmi",
+        "reboot",
+        "GPU reset",
+        "logout",
+        "training network",
+    ]
+    assert row(found, "reached").what == "logged in and answered in 0.61 s, then in 20 ms"
+    assert row(found, "agent").what == "shipped, 612 KiB, version 3f9a"
+    assert row(found, "state folder").what == "/var/tmp/relaunch-1000/m1, ext4, 412 GiB free"
+    assert row(found, "GPUs").what == "1 of 1 (driver 570.86)"
+    assert row(found, "training network").what == "listens at 192.168.7.11, reaches gpu-02 in 0.4 ms"
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "changes", "what", "fix"),
+    [
+        ("state folder", Found.FAIL, {"facts": {"state": {"path": "/var/tmp/x", "type": "nfs4"}}}, "several machines see it", "/var/tmp"),
+        ("state folder", Found.FAIL, {"facts": {"state": {"path": "/x", "type": "fuse.sshfs"}}}, "several machines see it", "/var/tmp"),
+        ("state folder", Found.WARN, {"facts": {"state": {"path": "/x", "type": "tmpfs"}}}, "forgets at a reboot", "mount a disk"),
+        (
+            "state folder",
+            Found.FAIL,
+            {"probe": {"disks": [{"path": "/x", "total": 9, "free": 1 << 20, "inodes_free": 1, "writable": True}]}},
+            "0 GiB free",
+            "free 1 GiB at least",
+        ),
+        (
+            "state folder",
+            Found.FAIL,
+            {"probe": {"disks": [{"path": "/x", "total": 9, "free": 99 << 30, "inodes_free": 1, "writable": False, "because": "ro"}]}},
+            ": ro",
+            "make it writable",
+        ),
+        ("clock", Found.WARN, {"probe": {"wall": 1009.0, "answered": 1009.0}}, "+9.00 s (±0.00 s): the logs", "timedatectl"),
+        ("clock", Found.WARN, {"probe": {"wall": 600.0, "answered": 600.0}}, "-400.00 s (±0.00 s): certificates", "timedatectl"),
+        ("GPUs", Found.FAIL, {"probe": {"gpus": {"unreadable": "no library"}}}, "none can be read", "install NVIDIA's driver"),
+        ("GPUs", Found.FAIL, {"probe": {"gpus": {"driver": "1", "gpus": []}}}, "0 of 1", "gpus: 0"),
+        ("GPUs", Found.WARN, {"probe": {"gpus": {"driver": "1", "gpus": [GPU, GPU]}}}, "given to nobody", "gpus: 2"),
+        ("kernel log", Found.WARN, {"probe": {"kernel": {"unreadable": "permission denied", "lines": []}}}, "denied", "dmesg_restrict=0"),
+        ("nvidia-smi", Found.WARN, {"facts": {"nvidia_smi": {"missing": "nvidia-smi is not there"}}}, "no GPU is reset", "install"),
+        (
+            "dcgmi",
+            Found.WARN,
+            {"facts": {"dcgmi": {"path": "/d", "exit_code": 1, "said": "no\nengine"}}},
+            "with 1: no engine",
+            "nvidia-dcgm",
+        ),
+        (
+            "reboot",
+            Found.WARN,
+            {"facts": {"reboot": {"command": "systemctl reboot", "sudo": True, "cannot": "a password is required"}}},
+            "a password is required",
+            "train ALL=(root) NOPASSWD: /usr/bin/systemctl reboot",
+        ),
+        (
+            "GPU reset",
+            Found.WARN,
+            {"facts": {"gpu_reset": {"command": "/opt/nvidia-smi --gpu-reset -i 0", "sudo": True, "cannot": "no"}}},
+            "no",
+            "NOPASSWD: /opt/nvidia-smi --gpu-reset, /opt/nvidia-smi --gpu-reset -i *",
+        ),
+        (
+            "reboot",
+            Found.WARN,
+            {"facts": {"reboot": {"command": "systemctl reboot", "sudo": True, "missing": "sudo"}}},
+            "sudo is not",
+            "root",
+        ),
+        ("logout", Found.FAIL, {"again": {"lives": False, "met": None}}, "logind, session-12.scope", "KillExcludeUsers=root train"),
+        ("logout", Found.FAIL, {"again": {"lives": False, "met": None}, "facts": {"session": None}}, "ends with the login", "PAM"),
+        ("logout", Found.WARN, {"again": None, "because": "refused"}, "no second login: refused", "check again"),
+        (
+            "training network",
+            Found.FAIL,
+            {"facts": {"left": {"cannot": "no port is free on 192.168.7.11"}}},
+            "no port",
+            "an address that the node",
+        ),
+        (
+            "training network",
+            Found.FAIL,
+            {"again": {"lives": True, "met": {"cannot": "no answer from 192.168.7.12 port 23133 within 2 s"}}},
+            "does not reach gpu-02: no answer",
+            "through between the nodes",
+        ),
+    ],
+)
+def test_what_is_not_fine_is_said_with_what_to_do(check: str, level: Found, changes: dict[str, Any], what: str, fix: str) -> None:
+    found = row(look(**changes), check)
+    assert found.found is level
+    assert what in found.what
+    assert fix in found.fix
+    assert "\n" not in found.fix and ". " not in found.fix, "one sentence"
+
+
+def test_a_missing_tool_keeps_no_rank_from_running() -> None:
+    found = look(facts={"dcgmi": {"missing": "dcgmi is not on this node's PATH"}, "nvidia_smi": {"missing": "nvidia-smi is not there"}})
+    assert runs(found)
+
+
+def test_without_sudo_in_the_fleet_file_no_sudoers_line_is_asked_for() -> None:
+    facts = {name: {"command": "systemctl reboot", "cannot": "uid 1000 may not"} for name in ("reboot", "gpu_reset")}
+    found = look(spec(sudo=False), facts=facts)
+    assert row(found, "reboot").found is Found.OK
+    assert "never rebooted" in row(found, "reboot").what
+
+
+def test_a_node_without_gpus_is_not_asked_for_their_tools() -> None:
+    found = look(spec(gpus=0), facts={"nvidia_smi": None, "dcgmi": None, "gpu_reset": None}, probe={"gpus": {"unreadable": "no library"}})
+    assert {"GPUs", "nvidia-smi", "dcgmi", "GPU reset"}.isdisjoint(one.check for one in found)
+    assert runs(found)
+
+
+def test_a_local_node_has_no_rows_that_make_no_sense_there() -> None:
+    found = look(spec(backend="local"), key=None)
+    assert {"reached", "host key", "agent", "clock", "reboot", "GPU reset", "logout"}.isdisjoint(one.check for one in found)
+
+
+def test_who_ended_with_its_logout_is_not_blamed_on_the_network() -> None:
+    fleet = spec()
+    first = Seen(fleet.nodes[0], Step.DONE, key=key(), facts=FACTS, probe=PROBE, neighbour="gpu-02")
+    first.again = {"lives": True, "met": {"cannot": "192.168.7.12 port 23133: Connection refused"}}
+    second = Seen(fleet.nodes[1], Step.DONE, key=key(), facts=FACTS, probe=PROBE, again={"lives": False, "met": None})
+    found = row(rows(Fleet(fleet, Path("lab.yaml"), "3f9a", (first, second)), first), "training network")
+    assert (found.found, found.fix) == (Found.WARN, "mend its logout first")
+
+
+def test_a_node_that_cannot_be_reached_has_the_command_that_has_to_work() -> None:
+    found = look(spec(proxy_jump="me@jump:22", port=2222), step=Step.KEY, key=None, because="nothing listens there")
+    assert [(one.check, one.found) for one in found] == [("reached", Found.FAIL)]
+    assert found[0].fix == "make `ssh -J me@jump:22 -p 2222 -l train 10.0.0.11` work from here, then check again"
+
+
+def test_what_a_person_types_is_safe_to_paste() -> None:
+    assert (
+        command(spec(key="~/.ssh/id", config="/my files/config"), spec().nodes[0])
+        == "ssh -F '/my files/config' -i ~/.ssh/id -l train 10.0.0.11"
+    )
+
+
+def test_an_unknown_key_is_to_be_compared_and_a_changed_one_is_a_danger() -> None:
+    unknown = look(step=Step.KEY, key=key(standing="unknown", because="its host key is not in …"))
+    assert [one.check for one in unknown] == ["host key"]
+    assert unknown[0].fix.endswith("then `starter.py nodes trust gpu-01 --file lab.yaml`")
+    changed = look(step=Step.KEY, key=key(standing="changed", because="its host key has CHANGED"))
+    assert changed[0].what == "its host key has CHANGED"
+
+
+def test_an_agent_that_cannot_be_started_says_how_to_name_another_python() -> None:
+    found = look(step=Step.AGENT, because="the agent could not be started: its Python is 3.6.8; expected 3.8 or newer")
+    assert "3.6.8" in row(found, "agent").what
+    assert "python: /usr/bin/python3.11" in row(found, "agent").fix
+    assert row(found, "reached").found is Found.OK
+    assert not runs(found)
+
+
+def fleet_of(*fine: bool) -> Fleet:
+    nodes = [{"name": f"gpu-{number:02}", "address": f"10.0.0.{number}"} for number in range(1, len(fine) + 1)]
+    of = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes})
+    seen = []
+    for node, good in zip(of.nodes, fine, strict=True):
+        facts = {**FACTS, "state": FACTS["state"] if good else {"path": "/x", "type": "nfs"}}
+        seen.append(Seen(node, Step.DONE, key=key(), facts=facts, probe=PROBE, again={"lives": True, "met": {"took": 0.0}}, neighbour="x"))
+    return Fleet(of, Path("lab.yaml"), "3f9a", tuple(seen))
+
+
+def test_of_many_nodes_those_that_are_fine_take_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows(fleet_of(*[True] * 9, False), everything=False)
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if line.startswith("gpu-")]) == 10
+    assert "several machines see it" in out
+    assert "9 of 10 nodes can run ranks, not gpu-10" in out
+    print_rows(fleet_of(*[True] * 9, False), everything=True)
+    assert capsys.readouterr().out.count("host key") == 10
+
+
+def test_the_end_says_what_comes_next() -> None:
+    assert verdict(fleet_of(True, True)) == "all 2 nodes can run ranks. Next: starter.py up --fleet lab.yaml"
+
+
+def test_the_view_for_scripts_has_a_row_for_each_check() -> None:
+    told = view(fleet_of(True, False))
+    assert (told["fleet"], told["agent"], [node["runs"] for node in told["nodes"]]) == ("lab", "3f9a", [True, False])
+    assert set(told["nodes"][0]["rows"][0]) == {"check", "found", "what", "fix"}
