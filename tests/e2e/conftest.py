@@ -14,5 +14,6 @@ from tests.chaos.world import World
 async def world(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[World]:
     # Addresses of their own, because files of tests run side by side.
     number = 20 + sum(request.module.__name__.encode()) % 100
-    async with World(tmp_path_factory.mktemp("e2e") / "world", number) as made:
+    # Three of these run side by side on two cores: an agent may take some seconds to start there.
+    async with World(tmp_path_factory.mktemp("e2e") / "world", number, answer_within=5.0) as made:
         yield made
