@@ -37,8 +37,8 @@ IDLE_LOOK = 5.0
 """Seconds between two looks of paramiko's thread at a silent connection, which else are 0.1 s: 200 nodes would cost a tenth of a core."""
 PACKET = 256 * 1024
 """Bytes: OpenSSH's own limit of a packet. paramiko has none, and would make room for as much as a node claims to send."""
-LOGINS = 8
-"""At once over one jump host: sshd begins to turn away at 10 (MaxStartups)."""
+LOGINS = 6
+"""At once over one jump host: sshd begins to turn away at 10 (MaxStartups), and counts a login for a moment longer than it takes."""
 
 
 class Failed(Exception):
