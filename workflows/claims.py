@@ -131,11 +131,11 @@ class Claims:
                 return ()
             if grant.kind == "yield":
                 keep = self.nodes = ()
-                alive = self._job().maybe_alive
-                if alive:
-                    self._tell(await orders.prove_gone(self._job(), decision.generation - 1, alive, "stop what waits for more nodes"))
-                    await workflow.wait_condition(lambda: not self._job().maybe_alive)
             if grant.kind == "yield" or not waits:
+                # It may wait for hours, and nobody watches ranks meanwhile.
+                if alive := self._job().maybe_alive:
+                    self._tell(await orders.prove_gone(self._job(), decision.generation - 1, alive, "stop what waits for nodes"))
+                    await workflow.wait_condition(lambda: not self._job().maybe_alive)
                 # There is no other: a node that was only lost is as good as any once it answers again, for its old ranks are stopped first.
                 unwanted = (*(one.node for one in self._job().leaving), *(avoided.node for avoided in self._job().avoided))
                 await self._ask(keep, unwanted, queue=grant.kind == "yield")

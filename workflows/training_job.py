@@ -15,23 +15,19 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import ValidationError
-
     from activities.gang import WatchReport
     from recovery.claim import more_at
-    from recovery.decide import decide, may_answer
+    from recovery.decide import decide
     from recovery.events import (
         CancelRequested,
         DeadlinePassed,
         Event,
         IncidentsArchived,
         LeaveDue,
-        MessageRejected,
         NodeDeclaredDead,
         NodesAcquired,
         NodesGranted,
         NodesOffered,
-        PolicyChanged,
         RanksSucceeded,
         Submitted,
     )
@@ -42,25 +38,10 @@ with workflow.unsafe.imports_passed_through():
     from recovery.model import Ask, Decision, Examine, Ignore, JobState, Leaving, Phase, Relaunch, Repair, Stop, Wait
     from recovery.policy import Strategy
     from recovery.ranks import seat
-    from recovery.spec import duration
     from workflows import orders
     from workflows.claims import Claims
-    from workflows.messages import (
-        OFFER,
-        AnswerMessage,
-        Carried,
-        JobResult,
-        PolicyMessage,
-        TrainingJobInput,
-        answer_event,
-        cancel_event,
-        explain,
-        leave_event,
-        overlay,
-        repair_asks_event,
-        report_event,
-        retry_event,
-    )
+    from workflows.mailbox import Mailbox
+    from workflows.messages import Carried, JobResult, TrainingJobInput
     from workflows.search_attributes import attributes, current_details, memo, updates
 
 KEPT_INCIDENTS = 10
@@ -73,7 +54,7 @@ def _cancelled(error: asyncio.CancelledError) -> CancelRequested:
 
 
 @workflow.defn
-class TrainingJob:
+class TrainingJob(Mailbox):
     @workflow.init
     def __init__(self, start: TrainingJobInput) -> None:
         info = workflow.info()
@@ -456,103 +437,6 @@ class TrainingJob:
             self._deadline = None
             self._inbox.append(DeadlinePassed(until))
 
-    # --- what people send: anything at all may arrive, nothing raises
-
-    @workflow.signal(description='Stop every rank and end the job. {"because": "…", "by": "…"}, all optional.')
-    def cancel(self, message: Any = None, *_more: Any) -> None:
-        self._receive("cancel", message, cancel_event)
-
-    @workflow.signal(description='Launch a new generation now. {"because", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.')
-    def force_retry(self, message: Any = None, *_more: Any) -> None:
-        self._receive("force_retry", message, retry_event)
-
-    @workflow.signal(description="A repair that this job waits for tells that it waits for a person. Nobody else sends it.")
-    def repair_asks(self, message: Any = None, *_more: Any) -> None:
-        self._receive("repair_asks", message, repair_asks_event)
-
-    @workflow.signal(description="What the fleet answers to what this job wants. Nobody else sends it.")
-    def granted(self, message: Any = None, *_more: Any) -> None:
-        try:
-            self._claims.receive(message)
-        except ValidationError as error:
-            self._inbox.append(MessageRejected("granted", explain(error)))
-
     @workflow.signal(description="The fleet was begun anew and asks what this job has. Nobody else sends it.")
     def claim_again(self, *_more: Any) -> None:
         self._saying_again = asyncio.create_task(self._claims.say_again())
-
-    @workflow.signal(description="The fleet has more nodes for this job, if it wants to grow. Nobody else sends it.")
-    def nodes_offered(self, message: Any = None, *_more: Any) -> None:
-        try:
-            offer = OFFER.validate_python(message)
-        except ValidationError as error:
-            self._inbox.append(MessageRejected("nodes_offered", explain(error)))
-            return
-        if self._claims.is_current(offer):
-            self._inbox.append(NodesOffered(offer.nodes, offer.until))
-
-    @workflow.signal(description="A node is wanted for maintenance. Nobody but the fleet sends it: `nodes quarantine --drain`.")
-    def leave_node(self, message: Any = None, *_more: Any) -> None:
-        self._receive("leave_node", message, leave_event)
-
-    @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…"}.')
-    def report(self, message: Any = None, *_more: Any) -> None:
-        self._receive("report", message, report_event)
-
-    def _receive(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
-        try:
-            self._inbox.append(parse({} if message in (None, "") else message))
-        except ValidationError as error:
-            self._inbox.append(MessageRejected(name, explain(error)))
-
-    @workflow.update(description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "because": "…", "by": "…"}.')
-    def change_policy(self, message: Any = None, *_more: Any) -> str:
-        changed = PolicyMessage.model_validate(message or {})
-        self._inbox.append(PolicyChanged(overlay(self._job.policy, changed.policy), changed.because, changed.by))
-        return "the policy is in force from the next decision on"
-
-    @change_policy.validator
-    def _check_policy(self, message: Any = None, *_more: Any) -> None:
-        try:
-            changed = PolicyMessage.model_validate(message or {})
-            overlay(self._job.policy, changed.policy)
-        except ValidationError as error:
-            raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
-        except ValueError as error:
-            raise ApplicationError(str(error), type="BadInput", non_retryable=True) from None
-        if not changed.policy:
-            raise ApplicationError("policy: missing, expected the keys to change", type="BadInput", non_retryable=True)
-
-    @workflow.update(
-        description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "because": "…", "by": "…", "within": "2h"}.'
-    )
-    def answer(self, message: Any = None, *_more: Any) -> str:
-        answered = AnswerMessage.model_validate(message)
-        self._inbox.append(answer_event(answered, workflow.now()))
-        return {
-            "approve": "a new generation is launched",
-            "deny": "the job ends as FAILED",
-            "snooze": f"it is asked again in {duration(answered.within)}",
-            "take-over": "nothing is done any more until somebody says approve, deny, retry or cancel",
-        }[answered.decision]
-
-    @answer.validator
-    def _check_answer(self, message: Any = None, *_more: Any) -> None:
-        try:
-            answered = AnswerMessage.model_validate({} if message in (None, "") else message)
-        except ValidationError as error:
-            raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
-        if not answered.decision:
-            said = "decision: missing, expected approve, deny, snooze or take-over"
-            raise ApplicationError(said, type="BadInput", non_retryable=True)
-        if why := may_answer(self._job, answered.decision):
-            raise ApplicationError(f"job {self._job.name} cannot be told {answered.decision}: {why}", type="BadInput", non_retryable=True)
-
-    @workflow.query(description="Everything the job knows about itself.")
-    def state(self) -> JobState:
-        return self._job
-
-    @workflow.query(description="What happens next, and when.")
-    def next(self) -> dict[str, str | None]:
-        at = self._job.next.at
-        return {"what": self._job.next.what, "at": at.isoformat() if at else None}
