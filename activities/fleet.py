@@ -29,8 +29,9 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities.job import AT_ONCE
 from activities.stopping import StopRanksInput, beating, stop_everywhere
 from backends.base import Backend, BackendError, Fleets, identity
+from recovery.fleet.facts import Applied, Remembered
 from recovery.fleet.memory import memory
-from recovery.fleet.model import Applied, FleetState, Living, NodeLook, Remembered
+from recovery.fleet.model import FleetState, Living, NodeLook
 from recovery.model import Token
 from recovery.policy import Timeouts
 from recovery.spec import FleetSpec

@@ -43,14 +43,14 @@ def is_rank(pid: int) -> bool:
 
 
 def measure_idle(mark: str, seconds: float) -> Idle:
-    before = {pid: _ticks(pid) for pid in marked(mark)}
+    before = {pid: ticks(pid) for pid in marked(mark)}
     time.sleep(seconds)
-    used = sum(_ticks(pid) - ticks for pid, ticks in before.items())
-    memory = sum(_pss(pid) for pid in before)
+    used = sum(ticks(pid) - earlier for pid, earlier in before.items())
+    memory = sum(pss(pid) for pid in before)
     return Idle(len(before), 100.0 * used / TICK / seconds, memory / 1024)
 
 
-def _ticks(pid: int) -> int:
+def ticks(pid: int) -> int:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -58,7 +58,7 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def _pss(pid: int) -> int:
+def pss(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

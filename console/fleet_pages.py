@@ -24,7 +24,8 @@ from console.fleet_views import (
 )
 from console.views import age, names
 from recovery.evidence import Verdict
-from recovery.fleet.model import Applied, ClaimRecord, FleetState, Mark, NodeRecord
+from recovery.fleet.facts import Applied
+from recovery.fleet.model import ClaimRecord, FleetState, Mark, NodeRecord
 from recovery.spec import FleetLimits, FleetNode, duration
 
 Spec = TypeVar("Spec", FleetNode, FleetLimits)

@@ -24,7 +24,8 @@ from console.jobs import QUERY_WITHIN
 from console.submission import whoami
 from console.views import names
 from recovery.facts import text
-from recovery.fleet.model import Applied, FleetState, NodeRecord, Standing
+from recovery.fleet.facts import Applied
+from recovery.fleet.model import FleetState, NodeRecord, Standing
 from settings import Mistake
 from workflows.fleet_messages import FleetFile, FleetInput
 from workflows.messages import FLEET_ID_PREFIX

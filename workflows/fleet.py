@@ -15,26 +15,10 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from recovery.fleet import SWEEP, learn, next_wake, settle
+    from recovery.fleet.facts import Applied, Fact, JobsClosed, JobsFound, Looked, Reclaimed, Rejected
     from recovery.fleet.memory import is_remembering
-    from recovery.fleet.model import (
-        Applied,
-        AskToClaim,
-        AskToLeave,
-        Fact,
-        FleetState,
-        JobsClosed,
-        JobsFound,
-        Look,
-        Looked,
-        Order,
-        Reclaim,
-        Reclaimed,
-        Rejected,
-        StartRepair,
-        TellJob,
-        TellOffer,
-        TellRepair,
-    )
+    from recovery.fleet.model import FleetState
+    from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
     from recovery.spec import FleetLimits
     from workflows import fleet_orders
     from workflows.fleet_details import fleet_details

@@ -12,14 +12,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from recovery.fleet.model import (
+from recovery.fleet.facts import (
     Applied,
-    Claim,
     Claimed,
     Fact,
-    FleetState,
     PauseAsked,
-    PermitRequest,
     PermitWanted,
     QuarantineAsked,
     Rejected,
@@ -28,6 +25,7 @@ from recovery.fleet.model import (
     RepairEnded,
     ResumeAsked,
 )
+from recovery.fleet.model import Claim, FleetState, PermitRequest
 from recovery.spec import Duration, Strict, parse_name
 from workflows.messages import explain
 

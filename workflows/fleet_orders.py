@@ -16,7 +16,9 @@ from temporalio.workflow import ParentClosePolicy
 
 with workflow.unsafe.imports_passed_through():
     from activities.fleet import ClosedJobsInput, FleetActivities, LookInput, ReclaimInput
-    from recovery.fleet.model import Look, NodeLook, Reclaim, Remembered, StartRepair
+    from recovery.fleet.facts import Remembered
+    from recovery.fleet.model import NodeLook
+    from recovery.fleet.orders import Look, Reclaim, StartRepair
     from workflows.fleet_messages import FleetFile
     from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput
     from workflows.orders import BEAT, KEEP_TRYING

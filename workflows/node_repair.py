@@ -23,7 +23,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.node import DIAGNOSE_WITHIN, NodeActivities, NodeInput, NodeTerms, RepairOrder
     from recovery.catalog import catalog
     from recovery.evidence import Verdict
-    from recovery.fleet.model import RepairBegan, RepairEnded
+    from recovery.fleet.facts import RepairBegan, RepairEnded
     from recovery.health import Health
     from recovery.policy import Strategy
     from recovery.repair import begin, learn, next_step

@@ -18,7 +18,8 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter, ValidationError
 
     from activities.fleet import FleetActivities, TellFleetInput
-    from recovery.fleet.model import Permit, PermitRequest, RepairBegan, RepairEnded
+    from recovery.fleet.facts import RepairBegan, RepairEnded
+    from recovery.fleet.model import Permit, PermitRequest
     from recovery.repair_state import Permitted, Slept
     from workflows.orders import KEEP_TRYING
 

@@ -17,37 +17,27 @@ from recovery.fleet import memory as fleet_memory
 from recovery.fleet import nodes as fleet_nodes
 from recovery.fleet.allocate import LOOK_FIRST, allocate, yields_at
 from recovery.fleet.board import FRESH, Board, is_due, look_gap
-from recovery.fleet.model import (
+from recovery.fleet.facts import (
     Applied,
-    AskToClaim,
-    AskToLeave,
     Claimed,
-    ClaimRecord,
     Fact,
-    FleetState,
     JobsClosed,
     JobsFound,
-    Look,
     Looked,
-    NodeRecord,
-    Order,
     PauseAsked,
     PermitWanted,
     QuarantineAsked,
-    Reclaim,
     Reclaimed,
-    Reclaiming,
     Rejected,
     ReleaseAsked,
     Remembered,
     RepairBegan,
     RepairEnded,
     ResumeAsked,
-    Settled,
-    Standing,
-    StartRepair,
 )
+from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Reclaiming, Standing
 from recovery.fleet.offers import offered, offers_at, released
+from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, Settled, StartRepair
 from recovery.fleet.power import is_silent_since_reboot
 
 SWEEP = timedelta(seconds=60)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from recovery.fleet.board import FRESH, Board, Chosen, Shape, fits
-from recovery.fleet.model import ClaimRecord, FleetState, Grant, Standing, TellJob
+from recovery.fleet.model import ClaimRecord, FleetState, Grant, Standing
+from recovery.fleet.orders import TellJob
 from recovery.fleet.words import Words, why_closed
 
 MOST_LOOKS = 512

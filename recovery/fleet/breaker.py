@@ -9,20 +9,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from recovery.facts import text
+from recovery.fleet.facts import PauseAsked, PermitWanted, ResumeAsked
 from recovery.fleet.memory import is_remembering
-from recovery.fleet.model import (
-    Answered,
-    Breaker,
-    FleetState,
-    PauseAsked,
-    Permit,
-    PermitRequest,
-    PermitWanted,
-    ResumeAsked,
-    Standing,
-    TellRepair,
-)
+from recovery.fleet.model import Answered, Breaker, FleetState, Permit, PermitRequest, Standing
 from recovery.fleet.nodes import find, is_awaiting, is_out, noticed, put, under_repair
+from recovery.fleet.orders import TellRepair
 from recovery.fleet.power import restarted
 
 REBOOTS_WITHIN = timedelta(hours=1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from recovery.fleet.model import Breaker, FleetState, Mark, NodeRecord, Remembered, Standing
+from recovery.fleet.facts import Remembered
+from recovery.fleet.model import Breaker, FleetState, Mark, NodeRecord, Standing
 from recovery.fleet.nodes import FLEET_FILE, is_out, noticed
 
 REMEMBER_WITHIN = timedelta(seconds=15)

@@ -8,18 +8,8 @@ from datetime import datetime, timedelta
 from recovery.evidence import Verdict
 from recovery.facts import text
 from recovery.fleet.claims import all_retracted, by_marks
-from recovery.fleet.model import (
-    Applied,
-    FleetState,
-    NodeLook,
-    NodeRecord,
-    QuarantineAsked,
-    ReleaseAsked,
-    RepairBegan,
-    RepairEnded,
-    Standing,
-    Withdraw,
-)
+from recovery.fleet.facts import Applied, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
+from recovery.fleet.model import FleetState, NodeLook, NodeRecord, Standing, Withdraw
 
 FLEET_FILE = "fleet file"
 """Who quarantines a node that the file does not name any more."""

@@ -10,7 +10,8 @@ from datetime import datetime, timedelta
 
 from recovery.fleet.allocate import order_of
 from recovery.fleet.board import Board, holds, is_due
-from recovery.fleet.model import ClaimRecord, FleetState, Offered, TellOffer
+from recovery.fleet.model import ClaimRecord, FleetState, Offered
+from recovery.fleet.orders import TellOffer
 from recovery.fleet.words import why_closed
 
 OFFER_HOLDS = timedelta(minutes=2)

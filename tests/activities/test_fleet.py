@@ -20,7 +20,8 @@ from activities.fleet import FLEET_UNKNOWN, ClosedJobsInput, FleetActivities, Lo
 from activities.job import LaunchRanksOutput
 from backends.base import Prepared, PrepareOrder, Started, StartOrder
 from backends.simulated import Lingers, Script, SimulatedBackend, Takes
-from recovery.fleet.model import Applied, Claim, FleetState, Living, NodeLook, NodeRecord, Standing
+from recovery.fleet.facts import Applied
+from recovery.fleet.model import Claim, FleetState, Living, NodeLook, NodeRecord, Standing
 from recovery.model import Token
 from recovery.spec import FleetLimits
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand

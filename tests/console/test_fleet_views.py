@@ -23,7 +23,8 @@ from console.fleet_pages import (
 from console.fleet_views import STATES, rows, table_row, tenants
 from recovery.causes import Cause
 from recovery.evidence import Verdict
-from recovery.fleet.model import Applied, Breaker, FleetState, NodeLook, NodeRecord, Offered, PermitRequest, Place, Standing, Withdraw
+from recovery.fleet.facts import Applied
+from recovery.fleet.model import Breaker, FleetState, NodeLook, NodeRecord, Offered, PermitRequest, Place, Standing, Withdraw
 from recovery.spec import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 

@@ -9,30 +9,9 @@ from typing import Any, TypeVar
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn, next_wake, settle
-from recovery.fleet.model import (
-    Applied,
-    Claim,
-    Claimed,
-    ClaimRecord,
-    Fact,
-    FleetState,
-    Grant,
-    JobsFound,
-    Living,
-    Look,
-    Looked,
-    NodeLook,
-    NodeRecord,
-    Order,
-    PermitRequest,
-    PermitWanted,
-    Place,
-    Remembered,
-    RepairBegan,
-    RepairEnded,
-    Suspect,
-    TellJob,
-)
+from recovery.fleet.facts import Applied, Claimed, Fact, JobsFound, Looked, PermitWanted, Remembered, RepairBegan, RepairEnded
+from recovery.fleet.model import Claim, ClaimRecord, FleetState, Grant, Living, NodeLook, NodeRecord, PermitRequest, Place, Suspect
+from recovery.fleet.orders import Look, Order, TellJob
 from recovery.spec import FleetLimits, FleetNode
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)

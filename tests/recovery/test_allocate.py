@@ -8,20 +8,9 @@ from typing import Any
 
 import pytest
 
-from recovery.fleet.model import (
-    Applied,
-    Claim,
-    Claimed,
-    Grant,
-    Living,
-    Look,
-    Place,
-    QuarantineAsked,
-    ReleaseAsked,
-    RepairBegan,
-    Standing,
-    TellJob,
-)
+from recovery.fleet.facts import Applied, Claimed, QuarantineAsked, ReleaseAsked, RepairBegan
+from recovery.fleet.model import Claim, Grant, Living, Place, Standing
+from recovery.fleet.orders import Look, TellJob
 from recovery.spec import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
 

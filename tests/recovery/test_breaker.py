@@ -7,18 +7,9 @@ from datetime import timedelta
 import pytest
 
 from recovery.evidence import Verdict
-from recovery.fleet.model import (
-    Applied,
-    PauseAsked,
-    Permit,
-    Place,
-    QuarantineAsked,
-    ResumeAsked,
-    Standing,
-    StartRepair,
-    TellJob,
-    TellRepair,
-)
+from recovery.fleet.facts import Applied, PauseAsked, QuarantineAsked, ResumeAsked
+from recovery.fleet.model import Permit, Place, Standing
+from recovery.fleet.orders import StartRepair, TellJob, TellRepair
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 EIGHT = nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8")

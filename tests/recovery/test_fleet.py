@@ -11,30 +11,9 @@ import pytest
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn
-from recovery.fleet.model import (
-    Applied,
-    AskToClaim,
-    AskToLeave,
-    Claim,
-    Claimed,
-    Grant,
-    JobsClosed,
-    JobsFound,
-    Living,
-    Look,
-    Looked,
-    NodeLook,
-    Place,
-    QuarantineAsked,
-    Reclaim,
-    Reclaimed,
-    Rejected,
-    ReleaseAsked,
-    Standing,
-    StartRepair,
-    TellJob,
-    Withdraw,
-)
+from recovery.fleet.facts import Applied, Claimed, JobsClosed, JobsFound, Looked, QuarantineAsked, Reclaimed, Rejected, ReleaseAsked
+from recovery.fleet.model import Claim, Grant, Living, NodeLook, Place, Standing, Withdraw
+from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Reclaim, StartRepair, TellJob
 from recovery.spec import FleetLimits
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
 

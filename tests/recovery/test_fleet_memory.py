@@ -11,23 +11,10 @@ import pytest
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn
+from recovery.fleet.facts import Applied, Fact, JobsFound, PauseAsked, QuarantineAsked, ReleaseAsked, Remembered, ResumeAsked
 from recovery.fleet.memory import memory
-from recovery.fleet.model import (
-    Applied,
-    Breaker,
-    Fact,
-    JobsFound,
-    NodeRecord,
-    PauseAsked,
-    Place,
-    QuarantineAsked,
-    ReleaseAsked,
-    Remembered,
-    ResumeAsked,
-    Standing,
-    StartRepair,
-    TellRepair,
-)
+from recovery.fleet.model import Breaker, NodeRecord, Place, Standing
+from recovery.fleet.orders import StartRepair, TellRepair
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 GRACE = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))

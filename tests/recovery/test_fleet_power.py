@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from recovery.fleet.facts import Applied, JobsFound, PermitWanted, Remembered
 from recovery.fleet.memory import memory
-from recovery.fleet.model import Applied, JobsFound, Living, PermitRequest, PermitWanted, Remembered, StartRepair, TellRepair
+from recovery.fleet.model import Living, PermitRequest
+from recovery.fleet.orders import StartRepair, TellRepair
 from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
 
 

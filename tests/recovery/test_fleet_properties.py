@@ -15,45 +15,27 @@ from pydantic import TypeAdapter
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn, next_wake, settle
-from recovery.fleet.memory import memory
-from recovery.fleet.model import (
+from recovery.fleet.facts import (
     Applied,
-    AskToClaim,
-    AskToLeave,
-    Claim,
     Claimed,
-    ClaimRecord,
     Fact,
-    FleetState,
-    Grant,
     JobsClosed,
     JobsFound,
-    Living,
-    Look,
     Looked,
-    NodeLook,
-    Offer,
-    Order,
     PauseAsked,
-    PermitRequest,
     PermitWanted,
-    Place,
     QuarantineAsked,
-    Reclaim,
     Reclaimed,
     ReleaseAsked,
     Remembered,
     RepairBegan,
     RepairEnded,
     ResumeAsked,
-    Standing,
-    StartRepair,
-    Suspect,
-    TellJob,
-    TellOffer,
-    TellRepair,
 )
+from recovery.fleet.memory import memory
+from recovery.fleet.model import Claim, ClaimRecord, FleetState, Grant, Living, NodeLook, Offer, PermitRequest, Place, Standing, Suspect
 from recovery.fleet.offers import OFFER_HOLDS
+from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
 from recovery.spec import FleetLimits, FleetNode
 from tests.recovery.fleet_builders import T0, Desk, nodes
 from tests.recovery.generated import searched

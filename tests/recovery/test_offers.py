@@ -9,8 +9,10 @@ import pytest
 
 from recovery.fleet import settle
 from recovery.fleet.allocate import LOOK_FIRST
-from recovery.fleet.model import Applied, Claim, Claimed, JobsClosed, Living, Look, Place, QuarantineAsked, ReleaseAsked, TellOffer
+from recovery.fleet.facts import Applied, Claimed, JobsClosed, QuarantineAsked, ReleaseAsked
+from recovery.fleet.model import Claim, Living, Place
 from recovery.fleet.offers import OFFER_AGAIN, OFFER_HOLDS
+from recovery.fleet.orders import Look, TellOffer
 from recovery.spec import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
 

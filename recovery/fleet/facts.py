@@ -1,0 +1,167 @@
+"""What a fleet is told: one fact at a time, each of which may come twice. What follows from it is `learn`'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from recovery.evidence import Verdict
+from recovery.fleet.model import Breaker, Claim, NodeLook, NodeRecord, PermitRequest
+from recovery.spec import FleetLimits, FleetNode
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The fleet file, as it is now."""
+
+    repairs: Literal["act", "ask", "observe"]
+    nodes: tuple[FleetNode, ...]
+    limits: FleetLimits
+    kind: Literal["Applied"] = "Applied"
+
+
+@dataclass(frozen=True, slots=True)
+class JobsFound:
+    """Which jobs of this fleet run: asked once, when the fleet begins."""
+
+    jobs: tuple[str, ...]
+    kind: Literal["JobsFound"] = "JobsFound"
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What the fleet knew before it began anew, as far as nobody else could say it again. Without looks, claims and repairs."""
+
+    nodes: tuple[NodeRecord, ...] = ()
+    breaker: Breaker = field(default_factory=Breaker)
+    lost: str = ""
+    """Why some of it, or all, is not to be had any more."""
+    kind: Literal["Remembered"] = "Remembered"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    claim: Claim
+    kind: Literal["Claimed"] = "Claimed"
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    looks: tuple[NodeLook, ...]
+    kind: Literal["Looked"] = "Looked"
+
+
+@dataclass(frozen=True, slots=True)
+class JobsClosed:
+    """Workflows of these claims (job, submission) do not run any more."""
+
+    jobs: tuple[tuple[str, int], ...]
+    kind: Literal["JobsClosed"] = "JobsClosed"
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimed:
+    """No rank of this submission lives on these nodes any more: proven, or fenced by the time that has passed."""
+
+    job: str
+    submission: int
+    nodes: tuple[str, ...]
+    kind: Literal["Reclaimed"] = "Reclaimed"
+
+
+@dataclass(frozen=True, slots=True)
+class RepairBegan:
+    node: str
+    workflow: str
+    run: str
+    by: str
+    because: str
+    kind: Literal["RepairBegan"] = "RepairBegan"
+
+
+@dataclass(frozen=True, slots=True)
+class PermitWanted:
+    request: PermitRequest
+    kind: Literal["PermitWanted"] = "PermitWanted"
+
+
+@dataclass(frozen=True, slots=True)
+class RepairEnded:
+    node: str
+    workflow: str
+    run: str
+    by: str
+    job: str
+    """Which ordered it and waits for it; empty: the fleet or a person."""
+    outcome: Literal["done", "refused", "ambiguous"]
+    verdict: Verdict
+    because: str
+    kind: Literal["RepairEnded"] = "RepairEnded"
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineAsked:
+    node: str
+    because: str
+    by: str
+    drain_within: timedelta | None = None
+    """Also have it left: by its job's next launch, and at the latest after this time. None: its job may stay."""
+    kind: Literal["QuarantineAsked"] = "QuarantineAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAsked:
+    """Back into service, also out of SUSPECT; the person vouches for it."""
+
+    node: str
+    because: str
+    by: str
+    kind: Literal["ReleaseAsked"] = "ReleaseAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class PauseAsked:
+    because: str
+    by: str
+    kind: Literal["PauseAsked"] = "PauseAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAsked:
+    """Ends a pause and closes the breaker. What asked meanwhile is refused: it was decided on what was true then."""
+
+    because: str
+    by: str
+    kind: Literal["ResumeAsked"] = "ResumeAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A message that could not be understood."""
+
+    name: str
+    because: str
+    kind: Literal["Rejected"] = "Rejected"
+
+
+Fact = Annotated[
+    Applied
+    | JobsFound
+    | Remembered
+    | Claimed
+    | Looked
+    | JobsClosed
+    | Reclaimed
+    | RepairBegan
+    | PermitWanted
+    | RepairEnded
+    | QuarantineAsked
+    | ReleaseAsked
+    | PauseAsked
+    | ResumeAsked
+    | Rejected,
+    Field(discriminator="kind"),
+]
