@@ -83,7 +83,7 @@ async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_i
     still = tuple((0.1 * number, number) for number in range(30))
     script = (Progress(generation=1, steps=still, hangs=True), RUNS)
     async with make(make_rig, *script) as rig:
-        job = await rig.submit(policy(FENCING, hang={"after": "2s", "first_step": "60s"}, **SOON), nodes=RANGE, gpus_per_node=8)
+        job = await rig.submit(policy(FENCING, hang={"after": "5s", "first_step": "60s"}, **SOON), nodes=RANGE, gpus_per_node=8)
         await job.until(lambda _: any(call.command == "renew" and call.node == "n3" for call in rig.backend.calls), "a renewal")
         rig.backend.cut("n3")
         state = await job.until_phase(Phase.RUNNING, 2)
