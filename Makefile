@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos: nothing else to remember.
+# setup demo test lint types long bench chaos vm-test: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 3
 
-.PHONY: setup demo test lint types long bench chaos lock
+.PHONY: setup demo test lint types long bench chaos vm-test lock
 
 setup: .venv/.installed
 
@@ -45,6 +45,10 @@ bench: setup
 chaos: setup
 	$(PY) -m tests.chaos
 	$(PY) -m tests.chaos.repairs
+
+# Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
+vm-test: setup
+	$(PY) -m pytest -s --timeout 2400 tests/vm/reboots.py
 
 # Only for whoever changes a dependency; needs uv.
 lock:
