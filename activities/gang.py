@@ -31,8 +31,9 @@ from recovery.policy import HangLimits, Timeouts
 
 GATHER = 0.005
 """Seconds to let the other exits of one fault arrive. Longer would only delay the relaunch; the exits of one node arrive together."""
-GATHER_CASCADES = 1.0
-"""Seconds to wait for a root when only echoes have arrived: the rank that failed may still be writing its traceback."""
+GATHER_CASCADES = 5.0
+"""Seconds to wait for a root when only echoes have arrived: the rank that failed may still be writing its traceback, and an interpreter
+that holds GPUs takes seconds to end after that. On a slow machine one second made a peer's broken connection the cause, of another node."""
 STALE_AFTER = 1.5
 """Heartbeats after which a node's progress is not known any more."""
 MOST_OBSERVATIONS = 16

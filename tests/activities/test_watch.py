@@ -10,7 +10,7 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.gang import WatchHeartbeat
+from activities.gang import GATHER_CASCADES, WatchHeartbeat
 from activities.watch import Superseded
 from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, error_file
 from recovery.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RankExited, RanksHung, RanksVanished, StepReached
@@ -34,17 +34,17 @@ async def test_exits_that_come_together_are_one_report_with_the_root_first() -> 
     assert report.after_seq.keys() == {"n1", "n2"}
 
 
-async def test_echoes_alone_wait_at_most_about_a_second_for_their_root() -> None:
+async def test_echoes_alone_wait_some_seconds_for_their_root() -> None:
     fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE),)))
     await fleet.launch()
     began = time.monotonic()
     report = await fleet.watch()
-    assert time.monotonic() - began >= 1.0
+    assert time.monotonic() - began >= GATHER_CASCADES
     assert isinstance(report.events[-1], FaultObserved)
 
 
-async def test_echoes_wait_no_longer_once_their_root_has_come() -> None:
-    fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE), Exit(rank=3, exit_code=1, after=0.3, error=error_file("boom")))))
+async def test_echoes_wait_for_a_root_that_is_slow_to_exit() -> None:
+    fleet = stand(Script((Exit(rank=0, exit_code=1, log_tail=CASCADE), Exit(rank=3, exit_code=1, after=1.5, error=error_file("boom")))))
     await fleet.launch()
     report = await fleet.watch()
     fault = report.events[-1]
