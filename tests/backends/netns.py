@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import os
 import shutil
 import socket
@@ -21,6 +22,8 @@ import pytest
 
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
+COUNTED = itertools.count()
+"""Each network of a process has names of its own."""
 CONTROL, TRAINING = "10.99.0", "10.98.0"
 
 
@@ -34,7 +37,7 @@ class Network:
     def __init__(self, nodes: int) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None:
             pytest.skip("network namespaces need root and iproute2")
-        self.tag = f"rl{os.getpid() % 100000}"
+        self.tag = f"rl{os.getpid()}x{next(COUNTED)}"
         self.nodes = [f"{self.tag}n{number}" for number in range(1, nodes + 1)]
         self.controller, self.switch = f"{self.tag}c", f"{self.tag}s"
         self.made: list[str] = []

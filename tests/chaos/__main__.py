@@ -12,7 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.rounds import ABSENT, FAILPOINTS, NOT_YET, PHASES, POINTS, VICTIMS
+from tests.backends.sshd import MISSING, SSHD
+from tests.chaos.rounds import ABSENT, FAILPOINTS, NOT_YET, ONLY, PHASES, POINTS, VICTIMS
 from tests.chaos.run import Tally, work
 
 NAMED = {"failpoint": FAILPOINTS, "point": POINTS}
@@ -38,15 +39,25 @@ async def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--rounds", type=int, default=10, help="of each cell")
-    parser.add_argument("--victims", default=",".join(VICTIMS), help="comma-separated")
+    parser.add_argument("--backend", choices=("local", "ssh"), default="local", help="of the nodes; ssh needs an OpenSSH server installed")
+    parser.add_argument("--apart", action="store_true", help="nodes of ssh in network namespaces: cuts are packets that get lost (root)")
+    parser.add_argument("--victims", help="comma-separated; default: all that such nodes have")
     parser.add_argument("--phases", default=",".join((*PHASES, *NAMED)), help="comma-separated")
     parser.add_argument("--minutes", type=float, default=24 * 60, help="start no round after so many")
     parser.add_argument("--worlds", type=int, default=2, help="servers, workers and fleets side by side")
     arguments = parser.parse_args()
-    victims, phases = tuple(arguments.victims.split(",")), tuple(arguments.phases.split(","))
-    for given, known in ((victims, VICTIMS), (phases, (*PHASES, *NAMED))):
+    there = tuple(victim for victim in VICTIMS if ONLY.get(victim, arguments.backend) == arguments.backend)
+    if arguments.apart:
+        # Agents ask their peers over the network that ranks train over: to cut it off is to stop training, which no round expects.
+        there = tuple(victim for victim in there if victim != "cut peers")
+    victims, phases = tuple(arguments.victims.split(",")) if arguments.victims else there, tuple(arguments.phases.split(","))
+    for given, known in ((victims, there), (phases, (*PHASES, *NAMED))):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    if arguments.apart and arguments.backend != "ssh":
+        parser.error("--apart: local nodes have no networks of their own, expected --backend ssh")
+    if arguments.backend == "ssh" and SSHD is None:
+        parser.error(MISSING)
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4))
     print(f"seed {seed}", flush=True)
     order = random.Random(seed)
@@ -59,7 +70,9 @@ async def main() -> int:
         queue += [(cell, order.getrandbits(32)) for cell in cells]
     folder, tally = Path(tempfile.mkdtemp(prefix="relaunch-chaos-")), Tally()
     until = time.monotonic() + 60 * arguments.minutes
-    await asyncio.gather(*(work(number, folder, queue, tally, until) for number in range(arguments.worlds)))
+    await asyncio.gather(
+        *(work(number, folder, queue, tally, until, arguments.backend, arguments.apart) for number in range(arguments.worlds))
+    )
     print(f"\nseed {seed}: rounds passed / played\n")
     if shown := tuple(phase for phase in PHASES if phase in phases):
         print("\n".join(table(tuple(victim for victim in VICTIMS if victim in victims), shown, "victim", tally)))

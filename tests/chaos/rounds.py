@@ -9,8 +9,8 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from backends.local import cut, heal, reboot
 from recovery.policy import Policy
+from tests.chaos.places import SshPlaces
 from tests.chaos.world import Job, Unmet, World, chaos_policy, eventually
 
 IN_PLACE, REPLACE = "RESTART_IN_PLACE", "REPLACE_NODE"
@@ -30,7 +30,9 @@ CUTS = {
     "cut peers": ("peers",),
     "cut both": ("controller-in", "controller-out", "peers"),
 }
-VICTIMS = ("rank", "keeper", "supervisor", "session", "worker", "server", *CUTS, "reboot")
+VICTIMS = ("rank", "keeper", "supervisor", "session", "sshd", "worker", "server", *CUTS, "reboot")
+ONLY = {"sshd": "ssh"}
+"""Victims that nodes of one backend only have."""
 PHASES = ("QUEUED", "LAUNCHING", "RUNNING", "NODE_LOST", "STOPPING", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
 NOT_YET = ("EXAMINING", "REPAIRING")
 """Phases that no job of this version is ever in."""
@@ -41,7 +43,7 @@ ABSENT = {
         for phase in ("QUEUED", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
         for victim in ON_NODES
     },
-    ("QUEUED", "session"): "sessions begin with the first look at a node",
+    **{("QUEUED", victim): "sessions begin with the first look at a node" for victim in ("session", "sshd")},
 }
 FAILPOINTS = (
     "prepare.reserved",
@@ -123,7 +125,7 @@ class Round:
         return 1.0
 
     async def _stage_launching(self) -> float:
-        controller = self.victim in ("worker", "server", "session")
+        controller = self.victim in ("worker", "server", "session", "sshd")
         await self._submit(chaos_policy(PATIENT if controller else None))
         await self.job.until_phase("LAUNCHING", "RUNNING")
         return 0.25  # a launch takes as long when the machine is idle
@@ -149,10 +151,11 @@ class Round:
         return 1.2  # until SIGKILL after `stop_grace`, and a little beyond
 
     async def _stage_waiting_for_nodes(self) -> float:
+        # A job that has never run is QUEUED for as long as its nodes are missing, and gets no spares.
+        await self._stage_running()
         self.cut_off = self.world.names[1:]
         for name in self.cut_off:
-            self._cut(name, "cut controller")
-        await self._submit()
+            self._cut(name, "cut both")
         await self.job.until_phase("WAITING_FOR_NODES")
         return 2.0
 
@@ -185,8 +188,10 @@ class Round:
             case "worker" | "server":
                 await self._restart(self.victim)
                 return ""
+            case "sshd":
+                await self._without_sshd(node)
             case "reboot":
-                reboot(self.world.node(node))
+                self.world.places.reboot(node)
                 self.note(f"rebooted {node}")
             case _:
                 self._cut(node, self.victim)
@@ -214,16 +219,25 @@ class Round:
         await asyncio.sleep(away)
         await process.start()
 
+    async def _without_sshd(self, node: str) -> None:
+        assert isinstance(self.world.places, SshPlaces)
+        host = self.world.places.hosts[node]
+        host.kill()
+        away = self.moment(3.0)
+        self.note(f"killed sshd of {node} and its connections, back in {away:.2f} s")
+        await asyncio.sleep(away)
+        host.start()
+
     def _cut(self, node: str, how: str) -> None:
         freeze = how == "cut both" and self.random.random() < 0.5
         # A second cut comes on top of the first; `cut` by itself says what is cut from now on.
         self.cuts[node] = tuple(dict.fromkeys((*self.cuts.get(node, ()), *CUTS[how])))
-        cut(self.world.node(node), self.cuts[node], freeze_ranks=freeze)
+        self.world.places.cut(node, self.cuts[node], freeze_ranks=freeze)
         self.note(f"{how} on {node}" + (", its ranks frozen" if freeze else ""))
 
     def _heal(self, *nodes: str) -> None:
         for node in nodes:
-            heal(self.world.node(node))
+            self.world.places.heal(node)
             self.cuts.pop(node, None)
         self.note(f"healed {', '.join(nodes)}")
 
@@ -266,6 +280,8 @@ class Round:
                 await self._left(node)
                 self._heal(node)
                 allowed = (NOTHING, LOST)
+            case "sshd":
+                allowed = (NOTHING, LOST)
             case "cut controller" | "cut controller-in" | "cut controller-out":
                 await asyncio.sleep(1.0 + self.moment(8.0))
                 self._heal(node)
@@ -294,15 +310,22 @@ class Round:
         if self.victim in ("rank", "keeper", "reboot", "cut both"):
             await self.job.until_phase("RUNNING", generation=2)
             allowed = {"rank": KILLED, "cut both": LOST}.get(self.victim, FAULTY)
+            if self.victim == "reboot" and self.world.backend == "ssh":
+                # It may be away for longer than `lost_after`: until sshd is up again, and somebody has logged in to it.
+                return await self._ended_with(FAULTY, LOST)
         elif self.victim in CUTS:
             await asyncio.sleep(self.moment(9.0))
         else:
             await asyncio.sleep(self.moment(2.0))
         if self.victim in CUTS:
             self._heal(node)
+        if self.victim in ("sshd", *CUTS):
             await self._heard_again()
+        return await self._ended_with(allowed)
+
+    async def _ended_with(self, *allowed: Tries) -> Expected:
         await self._end()
-        return Expected((allowed,))
+        return Expected(allowed)
 
     async def _heard_again(self) -> None:
         async def heard() -> bool:
@@ -358,7 +381,7 @@ class Round:
         await asyncio.sleep(self.moment(4.0))
         self._heal(*{*self.cut_off, node} - {""})
         await self._end()
-        return Expected((NOTHING,))
+        return Expected((LOST,))
 
     async def _finish_waiting_for_person(self) -> Expected:
         node = await self._hit()
@@ -394,6 +417,9 @@ class Round:
         if first == "start":
             # The keeper dies: its ranks are gone with it, or it refuses a second start or preparation, or its gang has started without it.
             allowed, generation = (FAULTY, LATE, NOTHING), 2
+            if self.world.backend == "ssh":
+                # To log in again takes a part of `lost_after`, here of 2 s. It is launched elsewhere when the node has stopped it for good.
+                allowed += (LOST,)
             await self.job.until_phase("RUNNING", generation=2)
         await self.job.until_phase("RUNNING")
         await self.job.until_steps()

@@ -22,6 +22,9 @@ Cell = tuple[str, str]
 LONGEST_ROUND = 240.0
 """Seconds. A round has at most three waits of a minute; one that takes longer hangs."""
 
+ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
+"""Seconds: a login forks five processes where a local session is one."""
+
 
 @dataclass
 class Tally:
@@ -66,7 +69,7 @@ async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
     if round.job.folder.exists():
         shutil.copytree(round.job.folder, folder / "job")
     for name in world.names:
-        shutil.copytree(world.node(name), folder / name, ignore=lambda where, names: [n for n in names if n in ("sock", "orders")])
+        world.places.keep(name, folder / name)
     try:
         async with asyncio.timeout(10):
             history = await world.client.get_workflow_handle(f"job/{round.job.name}").fetch_history()
@@ -76,9 +79,12 @@ async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
     return folder
 
 
-async def work(number: int, folder: Path, queue: list[tuple[Cell, int]], tally: Tally, until: float) -> None:
+async def work(
+    number: int, folder: Path, queue: list[tuple[Cell, int]], tally: Tally, until: float, backend: str = "local", apart: bool = False
+) -> None:
     """One world that plays rounds until none is left."""
-    async with World(folder / f"world-{number}", number) as world:
+    place = folder / f"world-{number}"
+    async with World(place, number, backend=backend, apart=apart, answer_within=ANSWER_WITHIN[backend]) as world:
         while queue and time.monotonic() < until:
             cell, seed = queue.pop(0)
             begun = time.monotonic()

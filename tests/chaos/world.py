@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from backends.local import heal, reboot
 from connection import connect, ensure_namespace, process_started
 from console import jobs
 from console.jobs import Look
@@ -34,6 +33,7 @@ from recovery.model import Incident, JobState
 from recovery.policy import Policy, resolve
 from recovery.spec import JobSpec
 from settings import Mistake
+from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = Path(__file__).with_name("rank.py")
@@ -248,6 +248,12 @@ class World:
     python: str = sys.executable
     gpus: int = 0
     repairs: str = "act"
+    answer_within: float = 1.0
+    """Seconds; an unloaded node needs 0.01."""
+    backend: str = "local"
+    apart: bool = False
+    """Whether nodes of the backend `ssh` have networks of their own."""
+    places: Places = field(init=False)
     server: Process = field(init=False)
     worker: Process = field(init=False)
     client: Client = field(init=False)
@@ -257,20 +263,26 @@ class World:
         self.folder.mkdir(parents=True, exist_ok=True)
         state, fleet = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
-        named = [
-            f"  - {{name: {name}, address: {self.address(name)}, spare: {str(i >= self.nodes).lower()}, gpus: {self.gpus}}}"
-            for i, name in enumerate(self.names)
+        addresses = {name: self.address(name) for name in self.names}
+        self.places = SshPlaces(self.folder, addresses, self.apart) if self.backend == "ssh" else LocalPlaces(self.folder, addresses)
+        named, more = self.places.described()
+        told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
+        lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
+        # JSON, which is YAML too.
+        head = [
+            f"name: {FLEET}",
+            f"backend: {self.backend}",
+            f"repairs: {self.repairs}",
+            *(f"{k}: {json.dumps(v)}" for k, v in more.items()),
         ]
-        fleet.write_text("\n".join((f"name: {FLEET}", "backend: local", f"repairs: {self.repairs}", "nodes:", *named)) + "\n")
-        for name in self.names:
-            self.node(name).mkdir(parents=True, mode=0o700)
+        fleet.write_text("\n".join((*head, "nodes:", *lines)) + "\n")
         port, ui = choose_port("server", 0), choose_port("ui", 0)
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))},
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
             "RELAUNCH_STATE": str(state),
             "RELAUNCH_FLEETS": str(fleet),
-            "RELAUNCH_ANSWER_WITHIN": "1",  # unloaded 0.01; the machine is shared by several worlds
+            "RELAUNCH_ANSWER_WITHIN": str(self.answer_within),
         }
         ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
         options = [word for pair in SERVER_OPTIONS for word in pair]
@@ -286,9 +298,11 @@ class World:
             *options,
         ]
         self.server = Process("server", command, self.environment, self.folder / "server.log")
-        self.worker = Process("worker", [sys.executable, str(ROOT / "worker.py")], self.environment, self.folder / "worker.log")
-        await self.server.start()
+        command = [*self.places.within, sys.executable, str(ROOT / "worker.py")]
+        self.worker = Process("worker", command, self.environment, self.folder / "worker.log")
         try:
+            await self.places.serve(port)
+            await self.server.start()
 
             async def connected() -> Client:
                 client = await connect(state, f"{HOST}:{port}")
@@ -304,9 +318,7 @@ class World:
 
     async def __aexit__(self, *_: object) -> None:
         await self.worker.end()
-        for name in self.names:
-            heal(self.node(name))
-            reboot(self.node(name))
+        await self.places.close()
         await self.server.end()
 
     @property
@@ -318,13 +330,11 @@ class World:
 
     def node(self, name: str) -> Path:
         """A node's state folder."""
-        return self.folder / "state" / "nodes" / name
+        return self.places.state(name)
 
     def sessions(self, name: str) -> list[int]:
         """The agent session of the worker on a node."""
-        wanted = b"RELAUNCH_AGENT_STATE=" + os.fsencode(self.node(name).resolve())
-        worker = self.worker.pid
-        return [pid for pid, variables in environments() if wanted in variables and parent(pid) == worker]
+        return self.places.sessions(name, self.worker.pid)
 
     async def submit(
         self,
@@ -356,7 +366,7 @@ class World:
     async def tidy(self, job: Job) -> None:
         """Make the nodes as good as new, whatever became of the job."""
         for name in self.names:
-            heal(self.node(name))
+            self.places.heal(name)
         for process in (self.server, self.worker):
             if process.running is None or process.running.returncode is not None:
                 await process.start()
@@ -369,29 +379,10 @@ class World:
 
         await eventually(closed, f"{job.name} cannot be closed")
         for name in self.names:
-            reboot(self.node(name))
+            self.places.reboot(name)
             for what in ("jobs", "failpoints"):
                 shutil.rmtree(self.node(name) / what, ignore_errors=True)
 
 
 def chaos_policy(times: Mapping[str, str] | None = None, **changes: Any) -> Policy:
     return resolve({"hang": {"after": HANG_AFTER, "first_step": "30s"}, **changes, "timeouts": {**TIMES, **(times or {})}})
-
-
-def environments() -> list[tuple[int, list[bytes]]]:
-    """Living processes that we may look into, with their variables."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                variables = Path("/proc", entry, "environ").read_bytes().split(b"\0")
-                if process_started(int(entry)) is not None:
-                    found.append((int(entry), variables))
-    return found
-
-
-def parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
