@@ -58,6 +58,8 @@ class Chosen:
     """Nodes that have to be looked at before it can have more."""
     hopeful: bool = False
     """These may be enough."""
+    stale: int = 0
+    """Nodes it could have that answered some time ago. Nobody looks at them for a claim that others are missing for as well."""
 
 
 class Board:
@@ -228,7 +230,7 @@ class Board:
         if chosen.missing:
             doubts = doubts or [*doubtful, *self._fitting(self._doubtful, shape, own)]
             stale = [node for node in doubts if self._only_stale(node)]
-            chosen.hopeful = len(stale) >= chosen.missing
+            chosen.hopeful, chosen.stale = len(stale) >= chosen.missing, len(stale)
             chosen.looks = [node for node in (stale if chosen.hopeful else doubts) if is_due(self.nodes[node], self.now)]
         return chosen
 

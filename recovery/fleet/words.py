@@ -78,7 +78,8 @@ class Words:
         return text(f"{have} of {record.claim.up_to} nodes: " + "; ".join(parts), 600)
 
     def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
-        have = len(chosen.kept) + len(chosen.new)
+        # That an answer has grown old is no news: the job would be told of it every ten seconds, and each time writes that down.
+        have = len(chosen.kept) + len(chosen.new) + (0 if chosen.hopeful else chosen.stale)
         wanted = record.claim.nodes if chosen.missing else record.claim.up_to
         return text(f"{have} of {wanted} nodes: " + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part), 600)
 

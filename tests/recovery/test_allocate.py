@@ -369,6 +369,15 @@ def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_o
     assert desk.granted() == {"a": ["n1", "n2"]}
 
 
+def test_a_job_that_waits_is_not_told_that_answers_grow_old() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.go(QuarantineAsked("n2", "a fan", "grace"))
+    told = [tell.grant.because for tell in desk.claim("a", 2) if isinstance(tell, TellJob)]
+    for _ in range(60):
+        told += [tell.grant.because for tell in desk.wait(seconds=5) if isinstance(tell, TellJob)]
+    assert told == ["1 of 2 nodes: n2 is quarantined (a fan)"]
+
+
 def test_a_node_at_which_somebody_works_is_given_when_it_is_free() -> None:
     desk = Desk(*nodes("n1"))
     desk.held["n1"] = "an examination holds it"
