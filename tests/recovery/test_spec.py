@@ -278,6 +278,12 @@ def test_a_python_of_the_nodes_is_a_name_or_a_plain_path(python: str) -> None:
     assert ssh_fleet(ssh={"python": python}).ssh.python == python
 
 
+def test_what_an_ssh_fleet_says_is_kept_as_it_is_written() -> None:
+    fleet = ssh_fleet({"user": "train", "network": "192.168.7.12"}, {"user": "ops", "proxy_jump": "me@jump:22,other"})
+    assert (fleet.nodes[0].user, fleet.nodes[0].network) == ("train", "192.168.7.12")
+    assert (fleet.ssh.user, fleet.ssh.proxy_jump) == ("ops", "me@jump:22,other")
+
+
 def test_the_hosts_of_a_proxy_jump_are_read_in_order() -> None:
     assert parse_jumps("me@jump:22, other,[fe80::1]:2222") == (("me", "jump", 22), (None, "other", None), (None, "fe80::1", 2222))
     assert parse_jumps("none") == ()
