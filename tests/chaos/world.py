@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -107,6 +108,13 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 self.running.send_signal(number)
         return await self.running.wait()
+
+
+def free_port() -> int:
+    """Return one that no outgoing connection of another world is given before the server has bound it, as it may those of the kernel."""
+    while True:
+        with contextlib.suppress(Mistake):
+            return choose_port("server", random.randrange(12_000, 20_000))
 
 
 @dataclass
@@ -276,7 +284,7 @@ class World:
             *(f"{k}: {json.dumps(v)}" for k, v in more.items()),
         ]
         fleet.write_text("\n".join((*head, "nodes:", *lines)) + "\n")
-        port, ui = choose_port("server", 0), choose_port("ui", 0)
+        port, ui = free_port(), free_port()
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))},
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
