@@ -35,7 +35,7 @@ ONLY = {"sshd": "ssh"}
 """Victims that nodes of one backend only have."""
 PHASES = ("QUEUED", "LAUNCHING", "RUNNING", "NODE_LOST", "STOPPING", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
 NOT_YET = ("EXAMINING", "REPAIRING")
-"""Phases that no job of this version is ever in."""
+"""Phases whose blows are another program's, tests.chaos.repairs."""
 ON_NODES = ("rank", "keeper", "supervisor")
 ABSENT = {
     **{
