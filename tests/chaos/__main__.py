@@ -76,7 +76,7 @@ async def main() -> int:
     print(f"\nseed {seed}: rounds passed / played\n")
     if shown := tuple(phase for phase in PHASES if phase in phases):
         print("\n".join(table(tuple(victim for victim in VICTIMS if victim in victims), shown, "victim", tally)))
-        print(f"\n–: no such victim in that phase. {' and '.join(NOT_YET)}: no job of this version is ever in them.")
+        print(f"\n–: no such victim in that phase. {' and '.join(NOT_YET)}: see tests.chaos.repairs.")
     for phase, names in NAMED.items():
         if phase in phases:
             print("\n" + "\n".join(table(names, (phase,), "killed at", tally)))
