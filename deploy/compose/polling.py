@@ -1,0 +1,70 @@
+"""Whether a worker on this host polls the task queue, as the server sees it: exit code 0 if so. The health check of a worker's container.
+
+It refuses to judge what the worker makes of its tasks, and other hosts' workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from datetime import UTC, datetime, timedelta
+
+from temporalio.api.enums.v1 import TaskQueueType
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from connection import connect
+from interpreter import leave
+from settings import Mistake, read_settings
+
+FRESH = timedelta(seconds=90)
+"""A poll that finds nothing is renewed after a minute; the server remembers pollers for five, also dead ones."""
+UNHEALTHY = 1
+
+
+async def last_poll(client: Client, task_queue: str, host: str) -> datetime | None:
+    """Return when a worker on `host` last polled for workflow tasks; None: not within what the server remembers.
+
+    For activities a worker whose slots are all taken does not poll, and it is not ill.
+    """
+    request = DescribeTaskQueueRequest(
+        namespace=client.namespace, task_queue=TaskQueue(name=task_queue), task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW
+    )
+    described = await client.workflow_service.describe_task_queue(request)
+    # An identity is <process>@<host> where nobody has chosen another.
+    return max((one.last_access_time.ToDatetime(UTC) for one in described.pollers if one.identity.rpartition("@")[2] == host), default=None)
+
+
+def judge(last: datetime | None, now: datetime) -> str | None:
+    """Return what speaks against the worker, None for nothing."""
+    if last is None:
+        return "no worker of this host polls for workflow tasks"
+    ago = now - last
+    if ago > FRESH:
+        return f"the worker of this host last polled for workflow tasks {ago.total_seconds():.0f} s ago, expected {FRESH.seconds} or less"
+    return None
+
+
+async def main() -> int:
+    try:
+        settings = read_settings()
+        client = await connect(settings.state)
+        last = await last_poll(client, settings.task_queue, socket.gethostname())
+    except Mistake as mistake:
+        against: str | None = str(mistake)
+    except RPCError as error:
+        against = f"the Temporal server does not answer: {error.message} ({error.status.name})"
+    else:
+        against = judge(last, datetime.now(UTC))
+    if against is None:
+        sys.stdout.write("polling\n")
+        return 0
+    sys.stderr.write(f"polling.py: {against}\n")
+    return UNHEALTHY
+
+
+if __name__ == "__main__":
+    leave(asyncio.run(main()))
