@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from interpreter import use_project_python
+from interpreter import leave, use_project_python
 
 if __name__ == "__main__":
     use_project_python()
@@ -51,6 +51,8 @@ class WorkerFleets:
     backends: dict[str, Backend] = field(default_factory=dict)
     files: dict[str, tuple[Path, Callable[[Path, FleetSpec], Backend]]] = field(default_factory=dict)
     """Where each was read, and what makes its backend; a fleet that is in no file stays as it is."""
+    seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """The file as it was when it was read last, by what changes with it."""
     replaced: list[Backend] = field(default_factory=list)
     """Backends of fleets as they were: whatever goes on over them comes to its end."""
 
@@ -61,10 +63,11 @@ class WorkerFleets:
             KeyError: there is no such fleet.
             ValueError: the file cannot be used any more; the fleet is served as it was.
         """
-        before = self.spec(fleet)
+        before = self.specs.get(fleet) or self.spec(fleet)
         if fleet not in self.files:
             return before
         path, make_backend = self.files[fleet]
+        self.seen[fleet] = _signature(path)
         try:
             spec = read_fleet(path)
             if spec.name != fleet:
@@ -80,15 +83,34 @@ class WorkerFleets:
     def spec(self, fleet: str) -> FleetSpec:
         if fleet not in self.specs:
             raise KeyError(f"fleet {fleet!r} is not known to this worker, it serves {', '.join(sorted(self.specs)) or 'none'}")
+        self._follow(fleet)
         return self.specs[fleet]
 
     def backend(self, fleet: str) -> Backend:
         self.spec(fleet)
         return self.backends[fleet]
 
+    def _follow(self, fleet: str) -> None:
+        """Read a file that has changed: of several workers only one is told to, and the others are asked for its new nodes as well."""
+        if fleet not in self.files or self.seen.get(fleet) in (None, _signature(self.files[fleet][0])):
+            return
+        try:
+            self.read_again(fleet)
+        except ValueError as error:  # whoever reads it for the fleet says so to people
+            logging.getLogger("relaunch").warning("fleet %s is served as it was: %s", fleet, error)
+
     async def close(self) -> None:
         for backend in (*self.replaced, *self.backends.values()):
             await backend.close()
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    """What differs when a file has been written: zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def make_fleets(settings: Settings) -> WorkerFleets:
@@ -114,11 +136,13 @@ def make_fleets(settings: Settings) -> WorkerFleets:
         raise Mistake(f"fleet file {path}: backend {spec.backend!r} is not supported yet, expected local or ssh")
 
     for path in settings.fleets:
+        signature = _signature(path)
         spec = read_fleet(path)
         if spec.name in fleets.specs:
             raise Mistake(f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker")
         fleets.backends[spec.name] = make_backend(path, spec)
         fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
+        fleets.seen[spec.name] = signature
     return fleets
 
 
@@ -151,7 +175,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             logs.read_incidents,
         ],
         # The sandbox imports our modules anew for every job and guards each call, which was most of what a worker of many jobs did.
-        # The tests run in it and replay every history in it: docs/decisions/0015-workflows-outside-the-sandbox.md.
+        # The tests replay every history in it: docs/decisions/0015-workflows-outside-the-sandbox.md.
         workflow_runner=UnsandboxedWorkflowRunner(),
         max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
         # A job that is not in the cache is replayed from its whole history at each event.
@@ -208,4 +232,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

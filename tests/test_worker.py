@@ -49,6 +49,17 @@ async def test_a_changed_fleet_file_is_served_and_what_goes_on_over_the_old_back
     await fleets.close()
 
 
+async def test_a_worker_that_nobody_told_to_read_its_changed_fleet_file_serves_the_new_node_too(
+    fleets: WorkerFleets, fleet_file: Path
+) -> None:
+    fleet_file.write_text(FLEET + "  - {name: n3, address: 127.0.0.4}\n")
+    assert fleets.backend("lab").node("n3").address == "127.0.0.4"
+    fleet_file.write_text("name: lab\n")
+    assert fleets.backend("lab").node("n3").address == "127.0.0.4"
+    assert len(fleets.replaced) == 1
+    await fleets.close()
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
