@@ -79,6 +79,7 @@ def test_three_faults_change_no_bit_of_the_result_and_nothing_is_left(
 
 
 @pytest.mark.timeout(PATIENCE)
+@pytest.mark.long
 def test_ctrl_c_on_a_terminal_ends_everything(tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]) -> None:
     ours, theirs = pty.openpty()
     demo = start(stdin=theirs, stdout=theirs, stderr=theirs)

@@ -213,6 +213,7 @@ async def test_replay_is_of_a_history_or_of_a_file(tmp_path: Path, words: tuple[
 
 
 @LATE_CANCEL
+@pytest.mark.long
 async def test_a_policy_is_replayed_over_all_runs_of_a_real_job(server: Client, tmp_path: Path) -> None:
     boom = error_file("ValueError: boom", "Traceback")
     faults = tuple(Exit(generation=g, rank=3, exit_code=1, error=boom) for g in (1, 2, 3))

@@ -98,6 +98,7 @@ async def test_S2_7_S2_8_a_lost_node_is_not_failed_and_goes_on_when_it_is_heard_
     await finish(job)
 
 
+@pytest.mark.long
 async def test_S2_7_a_job_on_one_node_asks_a_person_in_the_end_and_needs_none_when_the_node_returns(world: World) -> None:
     job = await world.submit(nodes=1, policy=chaos_policy({"ask_after": "2s"}))
     await trained(job)

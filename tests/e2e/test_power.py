@@ -50,6 +50,7 @@ async def cycled(world: World) -> tuple[int, str]:
     return await starter(world, "nodes", "repair", "n1", "--power-cycle", "--because", "it hangs", "--fleet", FLEET, "--level", "0")
 
 
+@pytest.mark.long
 async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(world: World) -> None:
     async def applied() -> bool:
         return (await starter(world, "nodes", "apply", "--fleet", FLEET))[0] == 0
@@ -64,6 +65,7 @@ async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(
     assert (status, "the file of fleet chaos gives it no power" in text) == (1, True), text
 
 
+@pytest.mark.long
 async def test_a_command_whose_worker_dies_while_it_runs_is_looked_at_and_not_run_again(world: World) -> None:
     switch(world, "sleep 2")
     before = boot_id(world, "n1")
@@ -82,6 +84,7 @@ async def test_a_command_whose_worker_dies_while_it_runs_is_looked_at_and_not_ru
     assert boot_id(world, "n1") != before
 
 
+@pytest.mark.long
 async def test_a_node_that_a_job_has_keeps_its_power(world: World) -> None:
     switch(world)
     job = await world.submit(nodes=2)

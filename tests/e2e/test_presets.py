@@ -62,6 +62,7 @@ async def test_S2_3_gputasker_starts_nothing_twice(world: World) -> None:
     assert {line["token"].rpartition("/")[2] for line in job.starts()} == {"1"}
 
 
+@pytest.mark.long
 async def test_S2_8_gputasker_keeps_the_ranks_of_a_lost_node_and_goes_on_when_it_answers(world: World) -> None:
     job = await world.submit(policy=preset("gputasker"))
     await trained(job, 1)
@@ -110,6 +111,7 @@ async def test_S4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) 
 XID = "[ 4711.000000] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 
 
+@pytest.mark.long
 async def test_default_goes_on_without_the_node_whose_kernel_reports_a_lost_gpu(world: World) -> None:
     log = world.node("n2") / KERNEL_LOG
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +143,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 async def test_default_restarts_then_examines_then_takes_another_node_then_blames_the_code(world: World) -> None:
     job = await world.submit(command=[world.python, "-S", "-c", RAISES_ON_RANK_1])
     decisions = await ended(job, "FAILED")

@@ -14,7 +14,7 @@ from typing import Any
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle, WorkflowHistory
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
-from temporalio.worker import Replayer, Worker
+from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 
 from activities.fleet import FleetActivities, TellFleetInput
 from activities.job import JobActivities
@@ -245,6 +245,8 @@ def worker(client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *
         task_queue=queue,
         workflows=[TrainingJob, NodeRepair, Fleet],
         activities=activities(fleets, client, archive, queue),
+        # As the real worker does; each history is replayed in the sandbox at the end.
+        workflow_runner=UnsandboxedWorkflowRunner(),
         # Nothing is cached, so each task replays the job from its beginning.
         max_cached_workflows=cached,
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),

@@ -15,6 +15,7 @@ from temporalio.client import Client
 
 import recovery.fencing
 import recovery.fleet
+import workflows.fleet
 from activities.fleet import FleetActivities, TellFleetInput
 from backends.simulated import Exit, Progress, Script, SimulatedBackend
 from recovery.fleet.model import FleetState
@@ -34,7 +35,8 @@ SOON: dict[str, Any] = {"grow_after": "1s"}
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
-    monkeypatch.setattr(recovery.fleet, "SWEEP", timedelta(seconds=3))  # how soon it is seen that a node is back
+    for module in (recovery.fleet, workflows.fleet):  # how soon it is seen that a node is back
+        monkeypatch.setattr(module, "SWEEP", timedelta(seconds=3))
 
 
 def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from temporalio.client import Client, WorkflowHandle
-from temporalio.worker import Replayer, Worker
+from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 
 import recovery.repair
 from activities.node import NodeActivities
@@ -162,6 +162,7 @@ async def made(
             task_queue=one.queue,
             workflows=[NodeRepair],
             activities=[nodes.read_terms, nodes.check_nodes, nodes.order_repair, one.told.tell_fleet],
+            workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
             max_cached_workflows=0,
             max_heartbeat_throttle_interval=timedelta(milliseconds=100),
             graceful_shutdown_timeout=timedelta(seconds=5),
@@ -226,9 +227,9 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
 async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repair_power, "LAST_LOOK", SOON)
+    monkeypatch.setattr(repair_power, "LAST_LOOK", timedelta(seconds=8))
     async with made(server, tmp_path, agent, reboots=["true"]) as world:
-        ended = await world.ended(deadline=datetime.now(UTC) + timedelta(seconds=8))
+        ended = await world.ended(deadline=datetime.now(UTC) + timedelta(seconds=12))
         assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
         assert world.asked == [("reboot", False), ("reboot", True)]
         assert [message["restarts"] for signal, message in world.told.messages if signal == "repair_wanted"] == [0, 1]

@@ -15,7 +15,7 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
-from temporalio.worker import Replayer, Worker
+from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 
 import activities.node
 from activities.fleet import FLEET_UNKNOWN, TellFleetInput
@@ -189,6 +189,7 @@ async def world(
         task_queue=made.queue,
         workflows=[NodeRepair],
         activities=[nodes.read_terms, nodes.check_nodes, order_repair or nodes.order_repair, made.told.tell_fleet],
+        workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
         max_cached_workflows=0,  # each task replays the repair from its beginning
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
         graceful_shutdown_timeout=timedelta(seconds=5),
