@@ -32,14 +32,15 @@ def ip(*words: str) -> None:
 
 
 class Network:
-    """A controller at 10.99.0.1, and `nodes` of them from 10.99.0.11 on; those are at 10.98.0.11 and on for each other as well."""
+    """Controllers at 10.99.0.1 and on, and `nodes` from 10.99.0.11 on; those are at 10.98.0.11 and on for each other as well."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, controllers: int = 1) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None:
             pytest.skip("network namespaces need root and iproute2")
         self.tag = f"rl{os.getpid()}x{next(COUNTED)}"
         self.nodes = [f"{self.tag}n{number}" for number in range(1, nodes + 1)]
-        self.controller, self.switch = f"{self.tag}c", f"{self.tag}s"
+        self.controllers = [f"{self.tag}c{number}" for number in range(1, controllers + 1)]
+        self.controller, self.switch = self.controllers[0], f"{self.tag}s"
         self.made: list[str] = []
         try:
             self._make()
@@ -48,14 +49,15 @@ class Network:
             pytest.skip(f"no network namespaces can be made here: {error.stderr.strip()}")
 
     def _make(self) -> None:
-        for name in (self.switch, self.controller, *self.nodes):
+        for name in (self.switch, *self.controllers, *self.nodes):
             ip("netns", "add", name)
             self.made.append(name)
             ip("-n", name, "link", "set", "lo", "up")
         for bridge in ("control", "training"):
             ip("-n", self.switch, "link", "add", "name", bridge, "type", "bridge")
             ip("-n", self.switch, "link", "set", bridge, "up")
-        self._plug(self.controller, "control", f"{CONTROL}.1", "c0")
+        for number, name in enumerate(self.controllers, 1):
+            self._plug(name, "control", f"{CONTROL}.{number}", f"d{number}")
         for number, name in enumerate(self.nodes, 1):
             self._plug(name, "control", f"{CONTROL}.{10 + number}", f"c{number}")
             self._plug(name, "training", f"{TRAINING}.{10 + number}", f"t{number}")
@@ -104,20 +106,27 @@ class Network:
     def plug(self, number: int) -> None:
         ip("-n", self.switch, "link", "set", f"c{number}", "up")
 
+    def unplug_controller(self, number: int = 1) -> None:
+        """Its machine is gone: nobody is told, and no connection of it ends."""
+        ip("-n", self.switch, "link", "set", f"d{number}", "down")
+
+    def plug_controller(self, number: int = 1) -> None:
+        ip("-n", self.switch, "link", "set", f"d{number}", "up")
+
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine where the controller is."""
         return self._there(lambda: asyncio.run(work()))
 
-    def listener(self, port: int) -> socket.socket:
-        """A socket on loopback where the controller is. It stays there, whoever accepts from it."""
-        return self._there(lambda: socket.create_server(("127.0.0.1", port)))
+    def listener(self, port: int, controller: int = 1) -> socket.socket:
+        """A socket on loopback where a controller is. It stays there, whoever accepts from it."""
+        return self._there(lambda: socket.create_server(("127.0.0.1", port)), controller)
 
-    def _there(self, call: Callable[[], T]) -> T:
+    def _there(self, call: Callable[[], T], controller: int = 1) -> T:
         """A thread has a network of its own, and so have those that it starts."""
         done: Future[T] = Future()
 
         def enter() -> None:
-            handle = os.open(Path("/run/netns", self.controller), os.O_RDONLY)
+            handle = os.open(Path("/run/netns", self.controllers[controller - 1]), os.O_RDONLY)
             try:
                 if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET) != 0:
                     raise OSError(ctypes.get_errno(), "setns")

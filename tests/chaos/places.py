@@ -25,6 +25,8 @@ class Places(Protocol):
     backend: str
     within: tuple[str, ...]
     """What the worker is started by, to be where the nodes can be reached from."""
+    elsewhere: tuple[str, ...]
+    """The same, of another machine that could be the controller's; where there is none, of this one."""
 
     def state(self, name: str) -> Path:
         """A node's state folder."""
@@ -57,7 +59,7 @@ class Places(Protocol):
 
 class LocalPlaces:
     backend = "local"
-    within = ()
+    within = elsewhere = ()
 
     def __init__(self, folder: Path, addresses: dict[str, str]) -> None:
         self._folder, self._addresses = folder, addresses
@@ -107,12 +109,13 @@ class SshPlaces:
         """`apart`: with a control network and one for training. Skips the test where no such can be made."""
         need_sshd()
         self.key = make_key(folder / "key")
-        self.network = Network(len(addresses)) if apart else None
-        self.within: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controller)
+        self.network = Network(len(addresses), controllers=2) if apart else None
+        self.within: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[0])
+        self.elsewhere: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[1])
         self.hosts: dict[str, Sshd] = {}
         self._numbers = {name: number for number, name in enumerate(addresses, 1)}
         self._training: dict[str, str] = {}
-        self._relay: asyncio.Server | None = None
+        self._relays: list[asyncio.Server] = []
         self._relayed: set[asyncio.Task[None]] = set()
         try:
             for name, address in addresses.items():
@@ -154,7 +157,8 @@ class SshPlaces:
             self._relayed.add(task)
             task.add_done_callback(self._relayed.discard)
 
-        self._relay = await asyncio.start_server(accept, sock=self.network.listener(port))
+        for controller in (1, 2):
+            self._relays.append(await asyncio.start_server(accept, sock=self.network.listener(port, controller)))
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
         try:
@@ -213,11 +217,11 @@ class SshPlaces:
         shutil.copy(self.hosts[name].log, folder / "sshd.log")
 
     async def close(self) -> None:
-        if self._relay is not None:
-            self._relay.close()
-            for task in tuple(self._relayed):
-                task.cancel()
-            await asyncio.gather(*self._relayed, return_exceptions=True)
+        for relay in self._relays:
+            relay.close()
+        for task in tuple(self._relayed):
+            task.cancel()
+        await asyncio.gather(*self._relayed, return_exceptions=True)
         self._end()
 
     def _end(self) -> None:

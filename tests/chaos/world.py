@@ -266,6 +266,8 @@ class World:
     worker: Process = field(init=False)
     client: Client = field(init=False)
     made: list[Job] = field(default_factory=list)
+    others: list[Process] = field(default_factory=list)
+    """Workers beside the one."""
 
     async def __aenter__(self) -> World:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -324,8 +326,19 @@ class World:
             raise
         return self
 
+    async def worker_elsewhere(self) -> Process:
+        """Start another worker, on another machine: nothing that the first one has written is there."""
+        state = self.folder / "elsewhere"
+        state.mkdir(mode=0o700)
+        command = [*self.places.elsewhere, sys.executable, str(ROOT / "worker.py")]
+        worker = Process("worker elsewhere", command, {**self.environment, "RELAUNCH_STATE": str(state)}, self.folder / "elsewhere.log")
+        self.others.append(worker)
+        await worker.start()
+        return worker
+
     async def __aexit__(self, *_: object) -> None:
-        await self.worker.end()
+        for worker in (self.worker, *self.others):
+            await worker.end()
         await self.places.close()
         await self.server.end()
 

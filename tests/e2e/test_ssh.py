@@ -140,6 +140,47 @@ async def test_s2_4_a_worker_that_is_killed_leaves_the_ranks_to_the_next_which_l
     assert logins(world) == [one + 1 for one in before]
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def moving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    """As `apart`, for one test: a second machine takes the controller's place in it."""
+    async with World(tmp_path_factory.mktemp("e2e") / "moving", 125, spares=1, backend="ssh", apart=True, answer_within=3.0) as made:
+        yield made
+
+
+@pytest.mark.long
+async def test_s2_4_the_controllers_machine_dies_and_another_one_goes_on_with_its_jobs(moving: World) -> None:
+    job = await moving.submit(policy=UNHURRIED)
+    ranks = await trained(job)
+    network = hosts(moving).network
+    assert network is not None
+    network.unplug_controller()
+    await moving.worker.end(signal.SIGKILL)
+    await moving.worker_elsewhere()
+    await job.until_watched()
+    assert (await job.phase(), sorted(job.rank_pids())) == (("RUNNING", 1), ranks)
+    os.kill(ranks[0], signal.SIGKILL)
+    await job.until_phase("RUNNING", generation=2)
+    await finish(job, Expected((KILLED,)))
+
+
+@pytest.mark.long
+async def test_s2_4_a_worker_that_wakes_up_after_another_machine_has_taken_over_changes_nothing(moving: World) -> None:
+    job = await moving.submit(policy=UNHURRIED)
+    ranks = await trained(job)
+    os.kill(moving.worker.pid, signal.SIGSTOP)
+    await moving.worker_elsewhere()
+    await job.until_watched()
+    assert (await job.phase(), sorted(job.rank_pids())) == (("RUNNING", 1), ranks)
+    os.kill(ranks[0], signal.SIGKILL)
+    await job.until_phase("RUNNING", generation=2)
+    await job.until_watched()
+    newer = sorted(job.rank_pids())
+    os.kill(moving.worker.pid, signal.SIGCONT)
+    await job.until_steps(60)
+    assert (await job.phase(), sorted(job.rank_pids())) == (("RUNNING", 2), newer)
+    await finish(job, Expected((KILLED,)))
+
+
 async def advanced(job: Job, step: int) -> bool:
     return (job.step() or 0) > step
 
