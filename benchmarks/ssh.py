@@ -1,8 +1,9 @@
 """Many nodes by SSH in one worker: what their connections cost, and how soon a rank that dies is noticed, beside nodes of this machine.
 
-    python -m benchmarks.ssh [--nodes 64] [--kills 64] [--idle 30] [--output FILE]
+    python -m benchmarks.ssh [--nodes 64] [--kills 64] [--idle 30] [--round-trip 0] [--output FILE]
 
-Each node is an OpenSSH server with one rank, on loopback; the network costs nothing.
+Each node is an OpenSSH server with one rank, on loopback. The network costs nothing; with --round-trip it costs so many milliseconds, by a
+relay before each sshd (nothing else of a network: no loss, no limit of what fits in).
 Each backend is in a process of its own, which does what a worker does of it and nothing of Temporal's. Counted apart: sshd, and what runs
 on the nodes (agents, their keepers and supervisors).
 """
@@ -23,6 +24,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from backends.artifact import build_agent
@@ -33,6 +35,7 @@ from benchmarks.idle import TICK, pss, ticks
 from recovery.model import Token
 from recovery.policy import preset
 from recovery.spec import FleetSpec
+from tests.backends.slow_link import Way, slow_links
 from tests.backends.sshd import Sshd, make_key
 from tests.chaos.places import environments
 
@@ -209,8 +212,12 @@ def run(*arguments: object) -> Measured:
     return asyncio.run(measure(*arguments))  # type: ignore[arg-type]
 
 
-def address(number: int) -> str:
-    return f"127.60.{number // 200}.{1 + number % 200}"
+NEAR = 61
+"""Where the far end of a slow link listens: 127.61.…"""
+
+
+def address(number: int, network: int = 60) -> str:
+    return f"127.{network}.{number // 200}.{1 + number % 200}"
 
 
 def fleet(kind: str, nodes: list[dict[str, object]], **more: object) -> FleetSpec:
@@ -230,7 +237,8 @@ def local(folder: Path, agent: Path, count: int, idle: float, kills: int) -> Mea
         end_all(folder)
 
 
-def ssh(folder: Path, agent: Path, count: int, idle: float, kills: int) -> Measured:
+def ssh(folder: Path, agent: Path, count: int, idle: float, kills: int, delay: float) -> Measured:
+    """With `delay`, each byte comes so many seconds late, either way."""
     key, known_hosts, config = make_key(folder / "key"), folder / "known_hosts", folder / "ssh_config"
     config.touch()
     hosts: list[Sshd] = []
@@ -238,13 +246,16 @@ def ssh(folder: Path, agent: Path, count: int, idle: float, kills: int) -> Measu
         for number in range(1, count + 1):
             hosts.append(Sshd(folder / f"n{number}", address(number), key))
             hosts[-1].start()
-        known_hosts.write_text("".join(host.known_hosts for host in hosts))
+        ways = [Way((address(number, NEAR), host.port), (host.address, host.port)) for number, host in enumerate(hosts, 1)]
+        reached = [way.near if delay else way.far for way in ways]
+        known_hosts.write_text("".join(host.known_hosts.replace(host.address, at) for host, (at, _) in zip(hosts, reached, strict=True)))
         nodes: list[dict[str, object]] = [
-            {"name": f"n{number}", "address": host.address, "port": host.port, "gpus": 0} for number, host in enumerate(hosts, 1)
+            {"name": f"n{number}", "address": at, "port": port, "gpus": 0} for number, (at, port) in enumerate(reached, 1)
         ]
         spec = fleet("ssh", nodes, ssh={"key": str(key), "known_hosts": str(known_hosts), "config": str(config)})
         servers = [host.process.pid for host in hosts if host.process is not None]
-        return in_own_process("ssh", spec, folder, agent, [host.state for host in hosts], servers, idle, kills)
+        with slow_links(ways if delay else (), delay):
+            return in_own_process("ssh", spec, folder, agent, [host.state for host in hosts], servers, idle, kills)
     finally:
         for host in hosts:
             if host.process is not None:
@@ -284,12 +295,13 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--kills", type=int, default=64, help="at most one on each node")
     parser.add_argument("--idle", type=float, default=30.0, help="seconds")
+    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds that a network between worker and nodes would take")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="relaunch-ssh-") as temporary:
         agent = build_agent(Path(temporary) / "agent")
-        for kind, of in (("local", local), ("ssh", ssh)):
+        for kind, of in (("local", local), ("ssh", partial(ssh, delay=arguments.round_trip / 2000))):
             sys.stdout.write(f"load before: {os.getloadavg()[0]:.1f}\n")
             folder = Path(temporary) / kind
             folder.mkdir()

@@ -16,6 +16,7 @@ from backends import local, local_power
 from connection import process_started
 from console.service import HOST
 from tests.backends.netns import CONTROL, TRAINING, Network
+from tests.backends.slow_link import Way, slow_links
 from tests.backends.sshd import Sshd, make_key, need_sshd
 
 Lines = list[dict[str, object]]
@@ -105,9 +106,12 @@ class SshPlaces:
 
     backend = "ssh"
 
-    def __init__(self, folder: Path, addresses: dict[str, str], apart: bool = False) -> None:
-        """`apart`: with a control network and one for training. Skips the test where no such can be made."""
+    def __init__(self, folder: Path, addresses: dict[str, str], apart: bool = False, delay: float = 0.0) -> None:
+        """`apart`: with a control network and one for training. Skips the test where no such can be made.
+        `delay`, of nodes that share a network: each byte between controller and nodes comes so many seconds late."""
         need_sshd()
+        self._delay = delay
+        self._links = contextlib.ExitStack()
         self.key = make_key(folder / "key")
         self.network = Network(len(addresses), controllers=2) if apart else None
         self.within: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[0])
@@ -124,7 +128,7 @@ class SshPlaces:
             self._end()
             raise
         self.known_hosts, self.config = folder / "known_hosts", folder / "ssh_config"
-        self.known_hosts.write_text("".join(host.known_hosts for host in self.hosts.values()))
+        self.known_hosts.write_text("".join(host.known_hosts.replace(host.address, self._near(host)) for host in self.hosts.values()))
         self.config.touch()  # not whatever configuration whoever runs this has
 
     def _host(self, folder: Path, name: str, address: str) -> Sshd:
@@ -138,6 +142,10 @@ class SshPlaces:
         host.program_named("systemctl", f'#!/bin/sh\n[ "$*" = reboot ] && exec {order}\nexit 1\n')
         return host.start()
 
+    def _near(self, host: Sshd) -> str:
+        """Where the controller reaches a host."""
+        return host.address.replace(".0.", ".1.") if self._delay else host.address
+
     def state(self, name: str) -> Path:
         return self.hosts[name].state
 
@@ -145,10 +153,13 @@ class SshPlaces:
         nodes: Lines = []
         for name, host in self.hosts.items():
             training = {"network": self._training[name]} if self._training else {}
-            nodes.append({"name": name, "address": host.address, "port": host.port, **training})
+            nodes.append({"name": name, "address": self._near(host), "port": host.port, "network": host.address, **training})
         return nodes, {"ssh": {"key": str(self.key), "known_hosts": str(self.known_hosts), "config": str(self.config)}}
 
     async def serve(self, port: int) -> None:
+        if self._delay:
+            ways = [Way((self._near(host), host.port), (host.address, host.port)) for host in self.hosts.values()]
+            self._links.enter_context(slow_links(ways, self._delay))
         if self.network is None:
             return
 
@@ -225,6 +236,7 @@ class SshPlaces:
         self._end()
 
     def _end(self) -> None:
+        self._links.close()
         for name, host in self.hosts.items():
             host.signal(signal.SIGCONT)
             local.heal(self.state(name))

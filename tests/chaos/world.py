@@ -261,6 +261,8 @@ class World:
     backend: str = "local"
     apart: bool = False
     """Whether nodes of the backend `ssh` have networks of their own."""
+    delay: float = 0.0
+    """Seconds by which each byte between the controller and nodes of the backend `ssh` is late."""
     places: Places = field(init=False)
     server: Process = field(init=False)
     worker: Process = field(init=False)
@@ -274,7 +276,9 @@ class World:
         state, fleet = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
         addresses = {name: self.address(name) for name in self.names}
-        self.places = SshPlaces(self.folder, addresses, self.apart) if self.backend == "ssh" else LocalPlaces(self.folder, addresses)
+        self.places = (
+            SshPlaces(self.folder, addresses, self.apart, self.delay) if self.backend == "ssh" else LocalPlaces(self.folder, addresses)
+        )
         named, more = self.places.described()
         told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
         lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -179,6 +180,21 @@ async def test_s2_4_a_worker_that_wakes_up_after_another_machine_has_taken_over_
     await job.until_steps(60)
     assert (await job.phase(), sorted(job.rank_pids())) == (("RUNNING", 2), newer)
     await finish(job, Expected((KILLED,)))
+
+
+@pytest.mark.long
+async def test_s2_1_nodes_that_are_far_away_are_launched_watched_and_launched_again(tmp_path: Path) -> None:
+    async with World(tmp_path / "far", 126, spares=1, backend="ssh", answer_within=5.0, delay=0.15) as far:
+        job = await far.submit(policy=UNHURRIED)
+        ranks = await trained(job)
+        os.kill(ranks[0], signal.SIGKILL)
+        await job.until_phase("RUNNING", generation=2)
+        await job.until_watched()
+        hosts(far).hosts["n2"].kill()
+        await job.until_phase("NODE_LOST", generation=2)
+        hosts(far).hosts["n2"].start()
+        await job.until_phase("RUNNING")
+        await finish(job, Expected((KILLED, NOTHING)))
 
 
 async def advanced(job: Job, step: int) -> bool:
