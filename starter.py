@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 
-from interpreter import use_project_python
+from interpreter import leave, use_project_python
 from warm_client import NO_WARM, forward
 
 if __name__ == "__main__":
@@ -17,7 +17,6 @@ if __name__ == "__main__":
     gc.disable()
 
 import asyncio
-import contextlib
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -248,11 +247,15 @@ def answer(
     decision: Annotated[str, typer.Argument(metavar="approve|deny|snooze|take-over")],
     because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
     within: Annotated[str | None, typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h.")] = None,
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.")
+    ] = None,
 ) -> None:
-    """Answer what a job asks: approve or deny, be asked again later (snooze), or have relaunch do nothing more about it (take-over)."""
+    """Answer what a job asks: approve or deny, be asked again later (snooze), or have relaunch do nothing more about it (take-over).
+    With --node, answer whoever wants that node of the job."""
     from console import answers
 
-    print(with_client(lambda client, _: answers.for_job(client, job, decision, because, within)))
+    print(with_client(lambda client, _: answers.for_job(client, job, decision, because, within, node)))
 
 
 @policy_app.command("presets")
@@ -365,18 +368,6 @@ def main() -> int:
         say(f"the Temporal server did not do it: {error.message} ({error.status.name})")
         return BAD_INPUT
     return 0
-
-
-def leave(code: int) -> None:
-    """End the process without taking the interpreter apart.
-
-    The SDK's native threads may still deliver the answer to a call that nobody awaits any more; into an interpreter that is
-    being finalized that is an abort (seen: exit code -6 after everything was done), and it would hide a job's exit code.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):
-            stream.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,11 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.job import AT_ONCE
+from activities.readings import Listed, Readings, Seen, ask
 from activities.stopping import StopRanksInput, beating, stop_everywhere
-from backends.base import Backend, BackendError, Fleets, identity
+from backends.base import Backend, Fleets, identity
 from recovery.fleet.facts import Applied, Remembered
+from recovery.fleet.inventory import read_inventory
 from recovery.fleet.memory import memory
 from recovery.fleet.model import FleetState, Living, NodeLook
 from recovery.model import Token
@@ -74,6 +76,8 @@ class FleetFiles(Fleets, Protocol):
 class LookInput:
     fleet: str
     nodes: tuple[str, ...]
+    read: tuple[str, ...] = ()
+    """Of these also the GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class FleetActivities:
         self._fleets = fleets
         self._client = client
         self._task_queue = task_queue
+        self._readings = Readings()
 
     @activity.defn
     async def read_fleet(self, fleet: str) -> FleetFile:
@@ -164,10 +169,20 @@ class FleetActivities:
         backend = self._fleets.backend(input.fleet)
         async with beating() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
-            listed = await _list(backend, self._known(input.fleet, input.nodes))
+            seen = await self._see(backend, input)
         mine = identity(self._client.namespace, input.fleet)
-        gone = f"fleet file {input.fleet} of this worker does not name it"
-        return tuple(_look(node, listed.get(node, gone), mine) for node in input.nodes)
+        gone = Seen(f"fleet file {input.fleet} of this worker does not name it")
+        return tuple(_look(node, seen.get(node, gone), mine) for node in input.nodes)
+
+    async def _see(self, backend: Backend, input: LookInput) -> dict[str, Seen]:
+        gate, read = asyncio.Semaphore(AT_ONCE), frozenset(input.read)
+        nodes = self._known(input.fleet, input.nodes)
+
+        async def one(node: str) -> Seen:
+            async with gate:
+                return await self._readings.look(backend, input.fleet, node) if node in read else Seen(await ask(backend, node))
+
+        return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
 
     @activity.defn
     async def find_jobs(self, fleet: str) -> tuple[str, ...]:
@@ -301,21 +316,19 @@ async def _fleet_of(execution: WorkflowExecution) -> str:
     return str((await execution.memo()).get("fleet", ""))
 
 
-async def _list(backend: Backend, nodes: Sequence[str]) -> dict[str, Mapping[str, Any] | str]:
+async def _list(backend: Backend, nodes: Sequence[str]) -> dict[str, Listed]:
     """What each node says of itself, or why it does not answer."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(node: str) -> Mapping[str, Any] | str:
+    async def one(node: str) -> Listed:
         async with gate:
-            try:
-                return await backend.list(node)
-            except BackendError as error:
-                return error.because
+            return await ask(backend, node)
 
     return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
 
 
-def _look(node: str, listed: Mapping[str, Any] | str, mine: str) -> NodeLook:
+def _look(node: str, seen: Seen, mine: str) -> NodeLook:
+    listed = seen.listed
     if isinstance(listed, str):
         return NodeLook(node, silent=listed or "no answer")
     ours: dict[Living, None] = {}
@@ -334,7 +347,15 @@ def _look(node: str, listed: Mapping[str, Any] | str, mine: str) -> NodeLook:
     held = listed.get("held")
     by = f"{held.get('by', 'somebody')} ({held.get('id', 'unknown')}) works on it" if held is not None else ""
     living = sorted(ours, key=lambda one: (one.job, one.submission, one.generation))
-    return NodeLook(node, boot_id=str(listed.get("boot_id") or ""), held=by or next(iter(others), ""), living=tuple(living))
+    return NodeLook(
+        node,
+        boot_id=str(listed.get("boot_id") or ""),
+        held=by or next(iter(others), ""),
+        living=tuple(living),
+        inventory=read_inventory(seen.gpus) if seen.was_read else None,
+        read_ago=seen.ago,
+        unread=seen.unread,
+    )
 
 
 def _is_others(generation: Mapping[str, Any], mine: str) -> bool:
@@ -342,7 +363,7 @@ def _is_others(generation: Mapping[str, Any], mine: str) -> bool:
     return generation.get("fleet") not in (None, "", mine)
 
 
-def _has_others(listed: Mapping[str, Any] | str, mine: tuple[str, str], fleet: str) -> bool:
+def _has_others(listed: Listed, mine: tuple[str, str], fleet: str) -> bool:
     if isinstance(listed, str):
         return False
     jobs = [job for job in listed.get("jobs", ()) if (job.get("namespace"), job.get("job")) == mine]

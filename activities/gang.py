@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from activities.observations import observation_from
+from activities.observations import observations_from
 from backends.base import BackendError, WatchStream
 from recovery.diagnose import is_root
 from recovery.events import (
+    CheckpointSaved,
     Event,
     FaultObserved,
     NodeReturned,
@@ -51,6 +52,7 @@ class WatchRanksInput:
     nodes: tuple[str, ...]
     """Of this shard."""
     ranks_per_node: int
+    """Whose exits a node tells: where the ranks have a launcher, that is the one process."""
     launched_at: datetime
     timeouts: Timeouts
     hang: HangLimits
@@ -63,6 +65,8 @@ class WatchRanksInput:
     """A hang would be no news: the job waits for a lost node."""
     report_at_step: int | None = None
     progress_expected: bool = False
+    report_checkpoint: bool = False
+    """Somebody waits for a checkpoint: the next one that is finished is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,11 @@ class WatchHeartbeat:
     reachable: int
     unreachable: tuple[str, ...]
     pace: Pace
+    checkpoint: int | None = None
+    """The step of the newest one that is finished by all ranks that tell of theirs."""
+    based: bool = False
+    """It is known which checkpoint there was when this watch began: `baseline`, or none."""
+    baseline: int | None = None
 
 
 @dataclass(slots=True)
@@ -106,6 +115,7 @@ class NodeView:
     """The newest that is not renewed from."""
     seq: int = 0
     steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
+    checkpoints: dict[int, int] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     exited: dict[int, bool] = field(default_factory=dict)
     """Whether it succeeded, by rank."""
@@ -114,7 +124,7 @@ class NodeView:
 class Gang:
     """All nodes of the shard together: facts come in from `_follow`, one report goes out."""
 
-    def __init__(self, input: WatchRanksInput, pace: Pace) -> None:
+    def __init__(self, input: WatchRanksInput, pace: Pace, before: WatchHeartbeat | None = None) -> None:
         now = datetime.now(UTC)
         self.input = input
         self._nodes = {node: NodeView(now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost) for node in input.nodes}
@@ -122,6 +132,11 @@ class Gang:
         self._faults: list[tuple[Observation, bool]] = []
         """Each with whether it may be the root; judged once, for thousands come together."""
         self._returned: list[str] = []
+        # Whose first word tells what was saved before this watch: everybody's, but what the attempt before this one had heard stands.
+        is_based = before is not None and before.based
+        self._unheard = set(before.unreachable) & set(input.nodes) if before is not None and is_based else set(input.nodes)
+        self._baseline = before.baseline if before is not None and is_based else None
+        self._unspoken = set(input.nodes)
         self._news = asyncio.Event()
         self._first_stamps = asyncio.Event()
         for node, ranks in input.exited.items():
@@ -162,13 +177,19 @@ class Gang:
             view.stamp = float(heartbeat["stamp"])
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)
+            self._unspoken.discard(node)
+            if node in self._unheard:
+                self._unheard.remove(node)
+                found = [saved for saved in (self._baseline, *view.checkpoints.values()) if saved is not None]
+                self._baseline = min(found, default=None)
+            if self._saved() is not None:
+                self._news.set()
         elif (raw := line.get("observation")) is not None:
             seq = int(raw["seq"])
             if seq <= view.seq:
                 return
             view.seq = seq
-            observation = observation_from(node, raw, now)
-            if observation is not None:
+            for observation in observations_from(node, raw, now):
                 self.observed(node, observation)
 
     def observed(self, node: str, observation: Observation) -> None:
@@ -183,7 +204,11 @@ class Gang:
 
     def _progress(self, view: NodeView, progress: Mapping[str, Any], now: datetime) -> None:
         for rank, value in progress.items():
-            if not isinstance(value, dict) or value.get("step") is None:
+            if not isinstance(value, dict):
+                continue
+            if value.get("checkpoint") is not None:
+                view.checkpoints[int(rank)] = int(value["checkpoint"])
+            if value.get("step") is None:
                 continue
             at = now - timedelta(seconds=float(value.get("age") or 0.0))
             view.steps[int(rank)] = (int(value["step"]), at, value.get("phase"))
@@ -206,12 +231,29 @@ class Gang:
             # A node that has not beaten lately is silent, not slow: its last word says nothing about now.
             if now - view.last_heard <= STALE_AFTER * self.input.timeouts.heartbeat
             for rank, value in view.steps.items()
-            if rank not in view.exited
+            if rank not in view.exited and not self._all_exited(view)
         ]
         if not living:
             return None
         step = min(value[0] for value in living)
         return step, max(value[1] for value in living if value[0] == step), next((value[2] for value in living if value[2]), None)
+
+    def _checkpoint(self) -> int | None:
+        """The newest that is finished: by all ranks that tell of theirs, for one that some have yet to write is not."""
+        views = [view for view in self._nodes.values() if not self._all_exited(view)]
+        return min((saved for view in views for rank, saved in view.checkpoints.items() if rank not in view.exited), default=None)
+
+    def _is_based(self) -> bool:
+        """Whether everybody who can be reached has said what was saved before."""
+        return all(self._nodes[node].silent_since is not None for node in self._unheard)
+
+    def _saved(self) -> CheckpointSaved | None:
+        if not self.input.report_checkpoint or not self._is_based():
+            return None
+        saved = self._checkpoint()
+        if saved is None or (self._baseline is not None and saved <= self._baseline):
+            return None
+        return CheckpointSaved(self.generation, saved, datetime.now(UTC))
 
     # --- leases
 
@@ -252,6 +294,9 @@ class Gang:
             reachable=len(self._nodes) - len(silent),
             unreachable=silent[:SLOWEST_NAMED],
             pace=self._pace,
+            checkpoint=self._checkpoint(),
+            based=self._is_based(),
+            baseline=self._baseline,
         )
 
     # --- one report out
@@ -269,8 +314,8 @@ class Gang:
                 return self._make(all_succeeded=True)
             if lost := self._lost():
                 return self._make(*lost)
-            if (step := self._step_to_report()) is not None:
-                return self._make(step)
+            if reached := [one for one in (self._step_to_report(), self._saved()) if one is not None]:
+                return self._make(*reached)
             if (hang := self._hang()) is not None:
                 return self._make(hang)
             self._news.clear()
@@ -307,6 +352,10 @@ class Gang:
     def _all_succeeded(self) -> bool:
         return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
 
+    def _all_exited(self, view: NodeView) -> bool:
+        """Nothing runs on a node any more. A launcher's exit is that of its ranks, too."""
+        return len(view.exited) >= self.input.ranks_per_node
+
     def _lost(self) -> list[NodeUnreachable]:
         lost = []
         limit = self.input.timeouts.lost_after.total_seconds()
@@ -323,6 +372,8 @@ class Gang:
         return StepReached(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at)
 
     def _hang(self) -> RanksHung | None:
+        if any(self._nodes[node].silent_since is None for node in self._unspoken):
+            return None  # it may be the one that tells of steps
         if self.input.hang_known or not self._first_stamps.is_set():
             return None  # until a node has spoken, all that is known is what the watch before this one left: nobody watched meanwhile
         now = datetime.now(UTC)

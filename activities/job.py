@@ -20,6 +20,7 @@ from backends.base import (
     Backend,
     BackendError,
     Fleets,
+    Launched,
     Peer,
     Prepared,
     PrepareOrder,
@@ -30,9 +31,10 @@ from backends.base import (
 )
 from recovery.events import NodeRefusal
 from recovery.fencing import peers_of
+from recovery.launchers import launcher_command
 from recovery.model import Slot, Token
 from recovery.policy import Timeouts
-from recovery.ranks import common_environment, rank_environments, ranks_of
+from recovery.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
 from recovery.spec import JobSpec
 
 LAUNCH_ATTEMPTS = 3
@@ -163,7 +165,7 @@ class JobActivities:
             slot.node: PrepareOrder(
                 token=input.token,
                 address=_address(backend, slot),
-                ranks=ranks_of(input.first_group_rank + index, input.spec),
+                ranks=processes_of(input.first_group_rank + index, input.spec),
                 lease=timeouts.lease.total_seconds(),
                 fence_after=timeouts.fence_after.total_seconds(),
                 stop_grace=timeouts.stop_grace.total_seconds(),
@@ -189,10 +191,11 @@ class JobActivities:
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
             peers = tuple(Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members)))
+            command, launched = _commands(input, gang, group_rank)
             orders[slot.node] = StartOrder(
                 token=input.token,
                 node=slot.node,
-                command=spec.command,
+                command=command,
                 workdir=spec.workdir,
                 env=environment,
                 rank_env=rank_environments(group_rank, slot, spec),
@@ -201,6 +204,7 @@ class JobActivities:
                 secret=gang.secret,
                 fences=input.fences,
                 log_pattern=spec.progress.log_pattern,
+                launched=launched,
             )
         await _on_all([slot.node for slot in input.slots], lambda node: backend.start(node, orders[node]))
 
@@ -250,6 +254,19 @@ async def _on_all(nodes: Sequence[str], call: Callable[[str], Awaitable[Answer |
     if silent := [r for r in results if isinstance(r, BackendError)]:
         raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
     return [r for r in results if not isinstance(r, Refused | BackendError)]
+
+
+def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], Launched | None]:
+    """What a node starts itself, and what that starts then, if it does."""
+    spec, token = input.spec, input.token
+    if spec.launcher == "none":
+        return spec.command, None
+    _, address, _ = gang.members[group_rank]
+    # The ranks of two generations never meet, even if one of them were still there.
+    run_id = f"{token.job}-{token.submission}-{token.generation}"
+    given = launcher_command(spec, group_rank, len(gang.members), gang.master, address, run_id)
+    env = {**restart_counts(token, input.max_restarts), "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}"}
+    return given.launcher, Launched(given.rank, ranks_of(group_rank, spec), env)
 
 
 def _address(backend: Backend, slot: Slot) -> str:

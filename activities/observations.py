@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Any
 
 from recovery.events import Observation, RankError, RankExited, RanksFenced, RanksVanished
+from recovery.launchers import Failure, failures
 
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000
 """Characters. A traceback is read from its end; sixteen of them must stay far below 256 KiB."""
 KERNEL_LINES, KERNEL_LINE = 20, 400
 """What the agent sends at most; a line is ASCII."""
+
+
+def observations_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> tuple[Observation, ...]:
+    """Read what one line tells; the end of a launcher is that of its ranks."""
+    one = observation_from(node, raw, received_at)
+    if one is None:
+        return ()
+    if isinstance(one, RankExited) and one.launcher and one.failed and not one.stopped:
+        return _below(one, raw)
+    return (one,)
 
 
 def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> Observation | None:
@@ -32,10 +45,11 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
             stopped=bool(raw.get("stopped")),
             error=error,
             error_unreadable=unreadable,
-            log_tail=tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-40:],
+            log_tail=_tail_from(raw),
             kernel=kernel,
             kernel_unreadable=kernel_unreadable,
             pid=pid if isinstance(pid, int) else None,
+            launcher=bool(raw.get("launcher")),
         )
     because = str(raw.get("because") or kind)[:MESSAGE_LIMIT]
     if kind == "Fenced":
@@ -46,6 +60,48 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
         # Whoever ordered it has moved on to a higher generation, or is a person; for this one it means that its ranks are gone.
         return RanksFenced(node, received_at, "superseded", because)
     return None
+
+
+def _tail_from(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-40:]
+
+
+def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ...]:
+    """What a launcher says of its ranks that failed, with what each of them left; the launcher's own end where it says nothing."""
+    left = [one for one in raw.get("launched") or () if isinstance(one, Mapping)]
+    told = failures([str(line) for line in raw.get("log_tail") or ()]) or _first_to_write(left, launcher.exit_code)
+    found: list[RankExited] = []
+    for failure in told:
+        local_rank, one = next(((index, one) for index, one in enumerate(left) if one.get("pid") == failure.pid), (0, None))
+        if one is None:
+            continue
+        error, unreadable = error_from(one.get("error"))
+        # SIGTERM is how it ends the others once one has failed; who has written an error by then was ending already.
+        ended, raised = failure.signal == signal.SIGTERM, error is not None
+        rank = replace(
+            launcher,
+            rank=int(one["rank"]),
+            local_rank=local_rank,
+            exit_code=1 if ended and raised else failure.exit_code,
+            signal=None if ended and raised else failure.signal,
+            # As the launcher has ordered them.
+            at=launcher.at + timedelta(milliseconds=len(found)),
+            stopped=bool(found) and ended and not raised,
+            error=error,
+            error_unreadable=unreadable,
+            log_tail=_tail_from(one),
+            pid=failure.pid,
+            launcher=False,
+        )
+        found.append(rank)
+    return tuple(found) or (launcher,)
+
+
+def _first_to_write(left: list[Mapping[str, Any]], exit_code: int | None) -> tuple[Failure, ...]:
+    """Who wrote an error first, where a launcher that failed did not say whose fault it was."""
+    errors = ((error_from(one.get("error"))[0], int(one["pid"])) for one in left)
+    wrote = [(error.timestamp, pid) for error, pid in errors if error is not None and error.timestamp is not None]
+    return (Failure(min(wrote)[1], exit_code, None),) if wrote and exit_code is not None else ()
 
 
 def kernel_from(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:

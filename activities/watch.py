@@ -34,14 +34,17 @@ class WatchActivities:
 
     @activity.defn
     async def watch_ranks(self, input: WatchRanksInput) -> WatchReport:
-        """Watch until a fault, an end, a loss, a return, a hang, or until `report_at_step` is passed."""
+        """Watch until a fault, an end, a loss, a return, a hang, until `report_at_step` is passed, or until a checkpoint is finished,
+        where one is waited for."""
         info = activity.info()
         pace = Pace(started_at=input.launched_at, expected=input.progress_expected)
         before = _left_behind(info.heartbeat_details)
-        if before is not None and before.generation == input.token.generation:
+        if before is not None and before.generation != input.token.generation:
+            before = None
+        if before is not None:
             # What was learned is kept. Where training stands is not known until a node says so, and the time away is no interval.
             pace = replace(before.pace, step=None, advanced_at=None)
-        gang = Gang(input, pace)
+        gang = Gang(input, pace, before)
         backend = self._fleets.backend(input.fleet)
         try:
             return await self._watch(backend, gang, info.task_token)

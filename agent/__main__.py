@@ -1,4 +1,7 @@
-"""Entry of the agent: `session`, or one command with its order on stdin. (`nvml` is what the agent calls itself with, to read GPUs.)"""
+"""Entry of the agent: `session`, or one command with its order on stdin.
+
+(`nvml` is what the agent calls itself with, to read GPUs; `rank` is what it has a launcher call, for each rank.)
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    if arguments == ["nvml"]:
-        from agent import gpus
+    if arguments[:1] == ["nvml"]:
+        from agent import nvml
 
-        return gpus.main()
+        return nvml.main(arguments[1:])
+    if arguments[:1] == ["rank"]:
+        from agent import launched
+
+        return launched.main(arguments[1:])
     from agent.children import COMMANDS, write
     from agent.protocol import Refused, line
     from agent.session import Session

@@ -17,6 +17,8 @@ ERROR_LIMIT = 256 * 1024
 """Bytes of an error file: deep tracebacks are tens of KiB."""
 TAIL_LINES = 40
 TAIL_BYTES = 8 * 1024
+LAUNCHER_LINES, LAUNCHER_BYTES = 1000, 64 * 1024
+"""Of a launcher's log: it tells of every rank that failed, with a traceback, and of the first one last."""
 
 
 def read_error(path: Path) -> Json | None:
@@ -41,19 +43,19 @@ def read_error(path: Path) -> Json | None:
     return value
 
 
-def tail(path: Path) -> list[str]:
+def tail(path: Path, most_lines: int = TAIL_LINES, most_bytes: int = TAIL_BYTES) -> list[str]:
     """Return the last lines of a log, as many as the bounds allow."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            data = file.read(TAIL_BYTES)
+            file.seek(max(0, size - most_bytes))
+            data = file.read(most_bytes)
     except OSError:
         return []
     lines = data.decode(errors="replace").splitlines()
-    if size > TAIL_BYTES and len(lines) > 1:
+    if size > most_bytes and len(lines) > 1:
         lines = lines[1:]  # the first one is cut
-    return lines[-TAIL_LINES:]
+    return lines[-most_lines:]
 
 
 def told(generation: Generation, observation: Json, kernel: Json | None) -> Json:
@@ -62,8 +64,13 @@ def told(generation: Generation, observation: Json, kernel: Json | None) -> Json
     if observation["kind"] != "RankExited":
         return explained
     rank = observation["rank"]
-    return {
-        **explained,
-        "error": read_error(generation.error(rank)),
-        "log_tail": [] if observation["stopped"] else tail(generation.log(rank)),
-    }
+    printed = [] if observation["stopped"] else tail(generation.log(rank))
+    seen = {**explained, "error": read_error(generation.error(rank)), "log_tail": printed}
+    if observation["stopped"] or observation["exit_code"] == 0 or not observation.get("launcher"):
+        return seen
+    # A launcher failed: which of its ranks was the first it says in its own log, which holds nothing else.
+    below = [
+        {"rank": one, "pid": pid, "error": read_error(generation.error(one)), "log_tail": tail(generation.log(one))}
+        for one, (pid, _) in generation.launched.items()
+    ]
+    return {**seen, "log_tail": tail(generation.log(rank), LAUNCHER_LINES, LAUNCHER_BYTES), "launched": below}

@@ -81,6 +81,8 @@ class Keeper:
         self.alive: ranks.Ranks = {}
         self.lease: Lease | None = None
         self.kill_at = 0.0
+        self.launcher_kill_at: float | None = None
+        """By when a launcher has to end that has seen a rank fail. It is not stopped: it is asked to tell of that at last."""
         self.sweep_at = 0.0
         self.sweep_pause = SWEEP[0]
         self.leaving = False
@@ -154,6 +156,8 @@ class Keeper:
                 "signal": killed,
                 "stopped": stopped,
             }
+            if self.start_order is not None and "launched" in self.start_order:
+                fields["launcher"] = True
             observations.append(("RankExited", fields))
         self.journal.append(*observations)
         if self.state == "running":
@@ -221,6 +225,10 @@ class Keeper:
             fenced = self.lease.fenced(now())
             if fenced is not None:
                 self._fence(*fenced)
+        if self.state == "running" and self.launcher_kill_at is not None and now() >= self.launcher_kill_at:
+            self.launcher_kill_at = float("inf")
+            for pid in self.alive.values():
+                processes.kill_group(pid, signal.SIGKILL)
         if self.state == "stopping" and now() >= self.sweep_at:
             self._reap()
             self._sweep()
@@ -239,8 +247,8 @@ class Keeper:
         times = [now() + IDLE, self.link.next_deadline]
         if self.state == "prepared":
             times.append(self.order["valid_until"])
-        elif self.state == "running" and self.lease is not None and self.lease.ends is not None:
-            times.append(self.lease.ends)
+        elif self.state == "running":
+            times += [at for at in (self.launcher_kill_at, self.lease.ends if self.lease is not None else None) if at is not None]
         elif self.state == "stopping":
             times.append(self.sweep_at)
         elif self.state == "ended" and not self.watchers:
@@ -364,5 +372,9 @@ class Keeper:
         if "vouched" in told and self.lease is not None:
             self.lease.vouched(told["vouched"])
             self._tell_supervisor()
+        if "failed_below" in told and self.state == "running" and self.launcher_kill_at is None:
+            self.launcher_kill_at = now() + self.order["stop_grace"]
+            for pid in self.alive.values():
+                processes.kill_group(pid, signal.SIGTERM)
         if "superseded" in told:
             self._fence("superseded", told["superseded"])

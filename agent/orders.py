@@ -169,7 +169,7 @@ def _start_order(order: Fields, count: int | None) -> Json:
             bad("log_pattern", pattern, f"a regular expression ({error})")
         if "step" not in groups:
             bad("log_pattern", pattern, "a regular expression with a group named step")
-    return {
+    started: Json = {
         "command": command,
         "workdir": None if workdir is None else order.text("workdir"),
         "env": environment(order.get("env", "an object"), "env"),
@@ -181,6 +181,19 @@ def _start_order(order: Fields, count: int | None) -> Json:
         "fences": order.flag("fences"),
         "log_pattern": pattern,
     }
+    if order.order.get("launched") is not None:
+        started["launched"] = _launched(Fields(order.order["launched"], "launched."))
+    return started
+
+
+def _launched(order: Fields) -> Json:
+    """Read what the command, a launcher, is to start."""
+    command, ranks_below = order.strings("command"), order.items("ranks")
+    if not command or not command[0]:
+        bad("launched.command", command, "a program and its arguments")
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks_below):
+        bad("launched.ranks", ranks_below, "global ranks of at least 0")
+    return {"command": command, "ranks": ranks_below, "env": environment(order.get("env", "an object"), "launched.env")}
 
 
 def start(state: Path, order: Fields) -> Json:

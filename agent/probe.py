@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any, List, Optional, Tuple
 
-from agent import gpus, hold, kernel_log, reboots, tools
+from agent import gpus, hold, kernel_log, reboots, tools, users
 from agent.protocol import Fields, Json, now
 from agent.state import boot_id
 
@@ -38,7 +38,7 @@ def probe(state: Path, order: Fields) -> Json:
         "load": os.getloadavg()[0],
         "memory": _memory(),
         "disks": _disks(state, min(DISK_PATIENCE, within * SHARES[1])),
-        "gpus": gpus.read(min(gpus.WITHIN, within * SHARES[0])),
+        "gpus": users.told(state, gpus.read(state, min(gpus.WITHIN, within * SHARES[0]))),
         "kernel": _kernel(state, since),
     }
     jobs, _ = hold.living(state)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from typing import Any
+from typing import Any, Optional
 
 from agent.protocol import Json, now
 from agent.state import Generation
@@ -27,39 +27,45 @@ class Unreadable(Exception):
     """A progress report that says nothing, and why."""
 
 
-def _step(value: Any) -> int:
+def _step(value: Any, name: str = "step") -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Unreadable(f"step is {str(value)[:40]!r}; expected a whole number of at least 0")
+        raise Unreadable(f"{name} is {str(value)[:40]!r}; expected a whole number of at least 0")
     return int(value)
 
 
 def parse_file(text: str) -> Json:
-    """Read a bare step or an object with one; return step, values and phase."""
+    """Read a bare step or an object with one; return step, values, phase and the step of the newest finished checkpoint, if it says one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise Unreadable(f"neither a step nor JSON: {text.strip()[:40]!r}") from None
     if not isinstance(value, dict):
-        return {"step": _step(value), "values": {}, "phase": None}
+        return {"step": _step(value), "values": {}, "phase": None, "checkpoint": None}
     if "step" not in value:
         raise Unreadable("the object has no step")
     values = {
         name: number
         for name, number in value.items()
-        if name not in ("step", "phase") and isinstance(number, (int, float)) and not isinstance(number, bool)
+        if name not in ("step", "phase", "checkpoint") and isinstance(number, (int, float)) and not isinstance(number, bool)
     }
     phase = value.get("phase")
-    return {"step": _step(value["step"]), "values": values, "phase": phase if isinstance(phase, str) else None}
+    return {
+        "step": _step(value["step"]),
+        "values": values,
+        "phase": phase if isinstance(phase, str) else None,
+        "checkpoint": None if value.get("checkpoint") is None else _step(value["checkpoint"], "checkpoint"),
+    }
 
 
 def parse_match(match: re.Match[str]) -> Json:
-    """Read the groups of a log pattern: step, phase, and any other as a number."""
+    """Read the groups of a log pattern: step (None where a line has a checkpoint alone), checkpoint, phase, any other as a number."""
     values: dict[str, float] = {}
     phase = None
+    checkpoint = match.groupdict().get("checkpoint")
     for name, text in match.groupdict().items():
-        if text is None or name == "step":
+        if text is None or name in ("step", "checkpoint"):
             continue
         if name == "phase":
             phase = text
@@ -68,11 +74,17 @@ def parse_match(match: re.Match[str]) -> Json:
             values[name] = float(text)
         except ValueError:
             continue
+    step = None if checkpoint is not None and match.group("step") is None else _matched("step", match.group("step"))
+    saved = None if checkpoint is None else _matched("checkpoint", checkpoint)
+    return {"step": step, "values": values, "phase": phase, "checkpoint": saved}
+
+
+def _matched(name: str, text: Optional[str]) -> int:
     try:
-        step = int(match.group("step"))
-    except (TypeError, ValueError):
-        raise Unreadable(f"the pattern's step is {str(match.group('step'))[:40]!r}; expected a whole number") from None
-    return {"step": _step(step), "values": values, "phase": phase}
+        value = int(str(text))
+    except ValueError:
+        raise Unreadable(f"the pattern's {name} is {str(text)[:40]!r}; expected a whole number") from None
+    return _step(value, name)
 
 
 class RankProgress:
@@ -83,6 +95,8 @@ class RankProgress:
         self.log = generation.log(rank)
         self.pattern = pattern
         self.reading: Json | None = None
+        self.checkpoint: int | None = None
+        """Of the newest one that it called finished. Saying nothing of it takes nothing back."""
         self.unreadable: str | None = None
         self.changed_at = now()
         self._signature: tuple[int, int, int] | None = None
@@ -92,19 +106,20 @@ class RankProgress:
         self._rest = b""
 
     def read(self) -> bool:
-        """Look again; return whether the step advanced."""
-        before = self.reading["step"] if self.reading else None
+        """Look again; return whether the step or the checkpoint is another one."""
+        before = (self.reading["step"] if self.reading else None, self.checkpoint)
         found = self._read_file()
         if not found and self.pattern is not None:
             self._read_log(self.pattern)
-        return self.reading is not None and self.reading["step"] != before
+        return (self.reading["step"] if self.reading else None, self.checkpoint) != before
 
     def report(self) -> Json | None:
         if self.unreadable is not None:
             return {"unreadable": self.unreadable}
-        if self.reading is None:
+        if self.reading is None and self.checkpoint is None:
             return None
-        return {**self.reading, "age": round(max(0.0, now() - self.changed_at), 3)}
+        reading = self.reading or {"step": None, "values": {}, "phase": None}
+        return {**reading, "checkpoint": self.checkpoint, "age": round(max(0.0, now() - self.changed_at), 3)}
 
     def _accept(self, reading: Json, written: float) -> None:
         self.unreadable = None
@@ -112,6 +127,11 @@ class RankProgress:
         if self.reading is None or self.reading["step"] != reading["step"]:
             self.changed_at = now() - max(0.0, time.time() - written)
         self.reading = reading
+        self._saved(reading)
+
+    def _saved(self, reading: Json) -> None:
+        if reading["checkpoint"] is not None:
+            self.checkpoint = reading["checkpoint"]
 
     def _read_file(self) -> bool:
         """Return whether there is a progress file at all."""
@@ -160,11 +180,24 @@ class RankProgress:
             return
         *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
         self._rest = rest[-LINE_LIMIT:]
+        wanted = {"step", "checkpoint"} & set(pattern.groupindex)
         for text in reversed(lines):
             match = pattern.search(text[:LINE_LIMIT].decode(errors="replace"))
-            if match is not None:
-                try:
-                    self._accept(parse_match(match), time.time())
-                except Unreadable as error:
-                    self.unreadable = str(error)
+            if match is None:
+                continue
+            try:
+                self._take(parse_match(match), wanted)
+            except Unreadable as error:
+                self.unreadable = str(error)
                 return
+            if not wanted:
+                return
+
+    def _take(self, reading: Json, wanted: set[str]) -> None:
+        """Take what this line tells and no newer one has told: steps and checkpoints may stand on lines of their own."""
+        if "checkpoint" in wanted and reading["checkpoint"] is not None:
+            wanted.remove("checkpoint")
+            self._saved(reading)
+        if "step" in wanted and reading["step"] is not None:
+            wanted.remove("step")
+            self._accept({**reading, "checkpoint": None}, time.time())

@@ -13,7 +13,7 @@ import signal
 import time
 from typing import Dict, NoReturn
 
-from agent import processes
+from agent import launched, processes
 from agent.faults import pass_by
 from agent.protocol import Json, Refused, Token
 from agent.state import Generation
@@ -38,7 +38,7 @@ def rank_environment(base: dict[str, str], order: Json, generation: Generation, 
     }
 
 
-def _become(order: Json, environment: dict[str, str], log: int, failure: int, keeper: int) -> NoReturn:
+def _become(order: Json, command: list[str], environment: dict[str, str], log: int, failure: int, keeper: int) -> NoReturn:
     """Turn this freshly forked process into the rank. What fails is written to the pipe `failure`."""
     step = "prepare the process"
     try:
@@ -52,7 +52,6 @@ def _become(order: Json, environment: dict[str, str], log: int, failure: int, ke
             os.chdir(order["workdir"])
         step = "exec"
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all that a keeper ignores; handlers end with exec
-        command = order["command"]
         os.execvpe(command[0], command, environment)
     except OSError as error:
         report = {"step": step, "errno": error.errno, "text": error.strerror}
@@ -76,6 +75,8 @@ def launch(generation: Generation, token: Token, ranks: list[int], order: Json, 
     """Start all ranks, entering each in `started` as soon as it is forked; raise Refused when one cannot be."""
     keeper = os.getpid()
     base = dict(os.environ)
+    own = order.get("launched")
+    command = order["command"] if own is None else [*order["command"], *launched.before(own["command"], own["env"])]
     reports: dict[int, int] = {}
     try:
         for index, rank in enumerate(ranks):
@@ -85,7 +86,7 @@ def launch(generation: Generation, token: Token, ranks: list[int], order: Json, 
             reports[reading] = rank
             pid = os.fork()
             if pid == 0:
-                _become(order, environment, log, writing, keeper)
+                _become(order, command, environment, log, writing, keeper)
             started[rank] = pid
             os.close(log)
             os.close(writing)

@@ -11,9 +11,9 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
-from agent import gpus, hold, processes, reboots, tools
+from agent import gpus, hold, reboots, tools, users
 from agent.faults import pass_by
 from agent.protocol import Fields, Json, NoAnswer, Refused, bad, now
 from agent.state import boot_id
@@ -74,7 +74,7 @@ def reboot(state: Path, order: Fields) -> Json:
                 return {**answer, "already": True}
             raise Refused("held", f"this node is being rebooted (reboot, {going['id']})")
         hold.refuse_if_busy(state, doomed_too=False, fleet=fleet)
-        _refuse_users(_users(gpus.read(REBOOT_NVML), living_only=True))
+        users.refuse(users.using(gpus.read(state, REBOOT_NVML), living_only=True))
         try:
             reboots.record(state, id, because)
         except OSError as error:
@@ -112,29 +112,7 @@ def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> N
     hold.refuse_if_busy(state, fleet=fleet)
     if left:
         raise Refused("busy", f"processes {left[: hold.NAMED]} of an examination that was killed do not die", pids=left)
-    _refuse_users(_users(gpus.read(min(gpus.WITHIN, max(0.1, (until - time.monotonic()) / 2)))))
-
-
-def _users(reading: Json, living_only: bool = False) -> List[Tuple[int, str]]:
-    """pid and bus id of each process that uses a GPU, as far as that could be read.
-
-    Args:
-        living_only: leave out pids that are not there, or only wait for SIGKILL to reach them: a reboot is their cure.
-    """
-    found = []
-    for gpu in reading.get("gpus", ()):
-        listed = gpu.get("processes")
-        for each in listed if isinstance(listed, list) else ():
-            process = processes.look(each["pid"])
-            if not living_only or (process is not None and process.lives and not hold.doomed(each["pid"])):
-                found.append((each["pid"], gpu["bus_id"]))
-    return found
-
-
-def _refuse_users(users: List[Tuple[int, str]]) -> None:
-    if users:
-        because = ", ".join(f"pid {pid} uses GPU {bus_id}" for pid, bus_id in users[: hold.NAMED])
-        raise Refused("busy", because, pids=sorted({pid for pid, _ in users}))
+    users.refuse(users.using(gpus.read(state, min(gpus.WITHIN, max(0.1, (until - time.monotonic()) / 2)))))
 
 
 def reboot_command() -> List[str]:

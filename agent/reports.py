@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agent import hold, journal, processes
+from agent import gpus, hold, journal, processes, reboots, users
 from agent.protocol import VERSION, Fields, Json, Refused, bad
 from agent.state import Generation, JobState, boot_id, read_json
 
@@ -35,6 +35,7 @@ def _state_of(generation: Generation, observations: list[Json]) -> str:
 
 
 def list_jobs(state: Path, order: Fields) -> Json:
+    """Which generations live here, and with `gpus` what NVML says of the GPUs and who computes on them."""
     jobs = []
     folder = state / "jobs"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -68,7 +69,12 @@ def list_jobs(state: Path, order: Fields) -> Json:
                 "generations": generations,
             }
         )
-    return {"outcome": "done", "boot_id": boot_id(state), "protocol": VERSION, "jobs": jobs, "held": hold.held(state)}
+    held = hold.held(state)
+    answer: Json = {"outcome": "done", "boot_id": boot_id(state), "protocol": VERSION, "jobs": jobs, "held": held}
+    # Whoever holds the node may be resetting its GPUs, which wants nobody to have them open.
+    if not order.flag("gpus", False) or held is not None or reboots.under_way(state) is not None:
+        return answer
+    return {**answer, "gpus": users.told(state, gpus.read(state, inventory_only=True))}
 
 
 def _known(state: Path, order: Fields) -> tuple[Generation, list[int]]:
@@ -134,7 +140,7 @@ def logs(state: Path, order: Fields, reading: int) -> Json:
             bad("a name in offsets", name, "a global rank")
         fields.whole(name)
     offsets: dict[int, int] = {}
-    for rank in ranks:  # a reader follows the whole job, so its offsets name the ranks of other nodes too
+    for rank in [*ranks, *generation.launched]:  # a reader follows the whole job, so its offsets name the ranks of other nodes too
         if str(rank) in fields.order:
             offsets[rank] = fields.whole(str(rank))
         else:
@@ -194,13 +200,17 @@ def _py_spy(pid: int) -> Any:
 
 
 def stacks(state: Path, order: Fields) -> Json:
-    generation, ranks = _known(state, order)
+    generation, processes_here = _known(state, order)
+    launched = generation.launched
+    ranks = [*launched] or processes_here
     if order.order.get("rank") is not None:
         rank = order.whole("rank")
         if rank not in ranks:
             bad("rank", rank, f"one of {ranks}")
         ranks = [rank]
-    pids, groups = generation.pids, generation.groups
+    pids, groups = {**generation.pids, **launched}, generation.groups
+    if groups:  # else the node has rebooted, and the pids mean nothing
+        groups.update(launched.values())
     found: list[Json] = []
     for rank in ranks:
         pid = pids[rank][0] if rank in pids else None

@@ -128,7 +128,7 @@ class Generation:
         self.journal = self.path / "journal.jsonl"
 
     def make(self) -> None:
-        for folder in (self.path, self.path / "logs", self.path / "errors", self.path / "progress"):
+        for folder in (self.path, self.path / "logs", self.path / "errors", self.path / "progress", self.path / "launched"):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def log(self, rank: int) -> Path:
@@ -139,6 +139,20 @@ class Generation:
 
     def progress(self, rank: int) -> Path:
         return self.path / "progress" / f"rank_{rank}"
+
+    def launched_file(self, rank: int) -> Path:
+        return self.path / "launched" / f"rank_{rank}.json"
+
+    @property
+    def launched(self) -> dict[int, tuple[int, int]]:
+        """pid and start time of every rank that a launcher has started here, as those ranks said themselves."""
+        found = {}
+        folder = self.path / "launched"
+        for path in sorted(folder.glob("rank_*.json")) if folder.is_dir() else ():
+            record = read_json(path)
+            if record is not None:
+                found[int(path.stem[5:])] = (record["pid"], record["started"])
+        return dict(sorted(found.items()))
 
     @property
     def given(self) -> Json | None:

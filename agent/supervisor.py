@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import time
+from typing import Dict, Iterable, Tuple
 
 from agent import evidence, journal, kernel_log, processes
 from agent.faults import pass_by
@@ -31,6 +32,10 @@ WATCHER_LIMIT = 16 * 1024 * 1024
 """Bytes that wait for a watcher: every rank's error file and log tail at once."""
 KILLING = 0.9
 """Seconds to see everything dead before saying that the keeper died: ranks are to be gone within one."""
+FAILED = "failed (exitcode: "
+"""What torchrun and ft_launcher log of the rank that failed first, when they have ended the others."""
+LAUNCHER_PATIENCE = 5.0
+"""Seconds from there to the launcher's own end, in which it says more; torchrun needs two on a busy machine."""
 FAREWELL = 0.8
 """Less than the keeper gives us."""
 
@@ -101,6 +106,11 @@ class Supervisor:
         """Up to which number the disk has them, as far as the keeper has said."""
         self.watchers: list[Watcher] = []
         self.connections: list[Channel] = []
+        self.pattern: re.Pattern[str] | None = None
+        self.launches = False
+        """Whether ranks are below a launcher."""
+        self.failed_at: float | None = None
+        """When that was first seen to have said that one of them failed."""
         self.progress: dict[int, RankProgress] = {}
         self.pinged_at = self.looked_at = self.asked_at = 0.0
         self.leave_at: float | None = None
@@ -132,8 +142,14 @@ class Supervisor:
     def _begin(self, order: Json) -> None:
         self.peers.begin(order)
         self.vouchers = Vouchers(peer["node"] for peer in order["peers"])
-        pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
-        self.progress = {rank: RankProgress(self.generation, rank, pattern) for rank in self.order["ranks"]}
+        self.pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
+        self.launches = order.get("launched") is not None
+        self._follow(order["launched"]["ranks"] if self.launches else self.order["ranks"])
+
+    def _follow(self, numbers: Iterable[int]) -> None:
+        for rank in numbers:
+            if rank not in self.progress:
+                self.progress[rank] = RankProgress(self.generation, rank, self.pattern)
 
     def _keeper_went(self) -> None:
         """Its end of the line closed: an orderly end was announced, anything else is its death."""
@@ -251,12 +267,26 @@ class Supervisor:
         watcher.channel.send({"heartbeat": {"stamp": now(), "alive": self.alive, "lease_left": left, "progress": reported}})
 
     def _look(self) -> None:
-        """Read progress; where a step advanced, the next heartbeat comes within a second of the last."""
+        """Read progress; where a step or a checkpoint advanced, the next heartbeat comes within a second of the last."""
         self.looked_at = now()
+        if self.launches:
+            launched = self.generation.launched
+            self._follow(launched)  # a launcher may number them otherwise than it was told
+            self._see_failure(launched)
         advanced = [progress.read() for progress in self.progress.values()]
         if any(advanced):
             for watcher in self.watchers:
                 watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
+
+    def _see_failure(self, launched: Dict[int, Tuple[int, int]]) -> None:
+        """Notice a launcher that has seen a rank fail and does not end: ft_launcher waits for those of other nodes, up to five minutes."""
+        if all(processes.lives(*one) for one in launched.values()):
+            return
+        if self.failed_at is None:
+            if any(FAILED in line for line in evidence.tail(self.generation.log(self.order["ranks"][0]))):
+                self.failed_at = now()
+        elif now() > self.failed_at + LAUNCHER_PATIENCE:
+            self.link.send({"failed_below": True})
 
     # --- time ---
 

@@ -90,6 +90,18 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class Launched:
+    """Ranks that `StartOrder.command`, their launcher, starts and not the node. They are to be as if it had."""
+
+    command: tuple[str, ...]
+    """Of one rank. The node appends it to the launcher's, behind what makes a process that the launcher forked a rank."""
+    ranks: tuple[int, ...]
+    """Expected here, global, by local rank. A launcher that agrees upon numbers with those of other nodes may give others."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Laid over what the launcher gives each."""
+
+
+@dataclass(frozen=True, slots=True)
 class StartOrder:
     token: Token
     node: str
@@ -104,6 +116,7 @@ class StartOrder:
     secret: str = field(repr=False)
     fences: bool
     log_pattern: str | None = None
+    launched: Launched | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +192,12 @@ class Backend(Protocol):
         """
         ...
 
-    async def list(self, node: str) -> Mapping[str, Any]: ...
+    async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
+        """Ask which generations live there; with `gpus` also what its GPUs are and who computes on them, as `probe` has them.
+
+        That costs the node a process, and some ten seconds where a driver hangs. It is left out while somebody holds the node.
+        """
+        ...
 
     async def logs(
         self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None

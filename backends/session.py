@@ -33,6 +33,8 @@ from recovery.model import Token
 
 ANSWER_WITHIN = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs a few milliseconds."""
+GPUS_WITHIN = 14.0
+"""Seconds that the agent gives NVML, ten, then the killing of it, and the names of users."""
 STACKS_WITHIN = 20.0
 """Seconds that the agent gives py-spy."""
 SILENT_BEATS = 3
@@ -68,7 +70,7 @@ class AgentSession:
         )
 
     async def start(self, order: StartOrder) -> Started | Refused:
-        body = {
+        body: dict[str, Any] = {
             "node": order.node,
             "command": order.command,
             "workdir": order.workdir,
@@ -80,6 +82,9 @@ class AgentSession:
             "fences": order.fences,
             "log_pattern": order.log_pattern,
         }
+        if order.launched is not None:
+            launched = order.launched
+            body["launched"] = {"command": launched.command, "ranks": launched.ranks, "env": dict(launched.env)}
         answer = await self._call("start", {"token": _token(order.token), **body}, 2 * self._within)
         if answer["outcome"] == "refused":
             return self._refused(answer)
@@ -90,8 +95,8 @@ class AgentSession:
         answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
         return self._refused(answer) if answer["outcome"] == "refused" else Gone(self._node)
 
-    async def list(self) -> Mapping[str, Any]:
-        return await self._call("list", {}, self._within)
+    async def list(self, gpus: bool = False) -> Mapping[str, Any]:
+        return await (self._call("list", {"gpus": True}, GPUS_WITHIN + self._within) if gpus else self._call("list", {}, self._within))
 
     async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
         body = {

@@ -47,8 +47,8 @@ class SessionBackend(ABC):
     def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
         return self._session(node).watch(token, after_seq, heartbeat)
 
-    async def list(self, node: str) -> Mapping[str, Any]:
-        return await self._session(node).list()
+    async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
+        return await self._session(node).list(gpus)
 
     async def logs(
         self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None

@@ -17,17 +17,18 @@ from settings import Mistake
 from workflows.messages import AnswerMessage, explain
 
 
-async def for_job(client: Client, job: str, decision: str, because: str, within: str | None = None) -> str:
-    """Answer what a job asks, or the repair that it waits for; return a sentence that says what comes of it.
+async def for_job(client: Client, job: str, decision: str, because: str, within: str | None = None, node: str | None = None) -> str:
+    """Answer what a job asks, or the repair that it waits for; with a node, whoever wants that of the job. Return a sentence that says
+    what comes of it.
 
     Raises:
         Mistake: this is no answer, or nothing is asked.
     """
-    message = _message(decision, because, within)
+    message = _message(decision, because, within, node)
     state = (await look(client, job)).state
     if state is None:
         raise Mistake(f"job {job}: no worker answers: start a worker and say it again")
-    if state.phase is Phase.REPAIRING and state.tries and decision in ("approve", "deny"):
+    if state.phase is Phase.REPAIRING and state.tries and decision in ("approve", "deny") and not message.node:
         return await _answer_repairs(client, job, state, message)
     told = await _update(client, handle_of(client, job).id, message)
     if told.refused:
@@ -83,12 +84,15 @@ async def _update(client: Client, id_: str, message: AnswerMessage) -> Told:
         return Told(refused="it has ended", missing=True)
 
 
-def _message(decision: str, because: str, within: str | None) -> AnswerMessage:
+def _message(decision: str, because: str, within: str | None, node: str | None = None) -> AnswerMessage:
     if decision not in ("approve", "deny", "snooze", "take-over"):
         raise Mistake(f"{decision!r} is no answer, expected approve, deny, snooze or take-over")
     if within is not None and decision != "snooze":
         raise Mistake(f"--within {within} is how long a snooze lasts: expected snooze with it, not {decision}")
+    if node is not None and decision not in ("approve", "deny"):
+        raise Mistake(f"--node {node} is left or is not: expected approve (at once) or deny (when it has to be) with it, not {decision}")
     said = {"decision": decision, "because": because, "by": whoami(), **({"within": within} if within is not None else {})}
+    said |= {"node": node} if node is not None else {}
     try:
         return AnswerMessage.model_validate(said)
     except ValidationError as error:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from console import gpu_views
 from console.fleet_views import (
     STATES,
     Tenant,
@@ -71,6 +72,7 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
             "nodes_out": limits.nodes_out,
             "reboots_per_hour": limits.reboots_per_hour,
             "replacement_wait": limits.replacement_wait.total_seconds(),
+            "leave_within": limits.leave_within.total_seconds(),
         },
         "breaker": {
             "open": breaker.is_open,
@@ -134,11 +136,23 @@ def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: date
     for tenant in here:
         has = "has it " if tenant.offered is None else "offered"
         lines.append(f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}")
+    lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
     if drain is not None:
         lines.append(f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.because}")
+    elif record.leave is not None:
+        lines.append(f"shared      {names(list(record.told))} asked to leave it by {iso(record.leave.until)}, so that it can be examined")
     lines.append(f"repair      {_address(*repair_ids(record.repair), web)}" if record.repair else "repair      none is under way")
     lines += [f"fault       {_mark_line(mark)}" for mark in record.marks]
     return lines
+
+
+def _jobs_by_gpu(record: NodeRecord, here: Sequence[Tenant]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for tenant in here:
+        share = tenant.place.gpus if tenant.place else ()
+        for gpu in (share or range(record.spec.gpus)) if tenant.offered is None else ():
+            found.setdefault(gpu, []).append(tenant.job)
+    return found
 
 
 def workflow_address(ui: str, namespace: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from console import gpu_views
 from console.views import age, names
 from recovery.evidence import Verdict
 from recovery.fleet.model import FleetState, Mark, NodeRecord, Place, Standing
@@ -185,6 +186,7 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "looked_at": iso(record.looked_at),
         "repair": repair_ids(record.repair)[0] if record.repair else None,
         "drain": {"because": drain.because, "by": drain.by, "until": iso(drain.until)} if drain else None,
+        "inventory": gpu_views.as_json(record, iso(record.read_at)),
     }
 
 
@@ -211,7 +213,7 @@ def rows(state: FleetState) -> list[dict[str, Any]]:
 def table_row(record: NodeRecord, here: Sequence[Tenant], now: datetime) -> tuple[str, str, str, str, str, str, str]:
     """What stands under TITLES."""
     state = node_state(record, here)
-    gpus = f"{gpus_used(record, here)}/{record.spec.gpus}" if record.spec.gpus else "-"
+    gpus = gpu_views.cell(record, gpus_used(record, here))
     jobs = names(jobs_on(here))
     return record.name, state, jobs, gpus, health_text(record, now), history_text(record.marks, now), _because(record, state, here, now)
 
@@ -242,6 +244,7 @@ def _because(record: NodeRecord, state: str, here: Sequence[Tenant], now: dateti
         parts.append(f"to be left within {age(record.drain.until - now)}")
     if state != "silent" and record.look is not None and record.look.silent:
         parts.append(f"does not answer{since_text(record.silent_since, now)}: {record.look.silent}")
+    parts += gpu_views.remarks(record)
     return "; ".join(part for part in parts if part)
 
 

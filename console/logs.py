@@ -45,7 +45,9 @@ class Printer:
     def _print(self, rank: int, lines: list[str]) -> None:
         if not lines:
             return
-        prefix = f"[rank {rank}]".ljust(len(f"[rank {max(self.world_size - 1, rank)}]"))
+        # A launcher is counted behind the ranks, by the number of its node.
+        name = f"[rank {rank}]" if rank < self.world_size else f"[launcher {rank - self.world_size}]"
+        prefix = name.ljust(len(f"[rank {self.world_size - 1}]"))
         if self.colour:
             prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
         sys.stdout.write("".join(f"{prefix} {line}\n" for line in lines))

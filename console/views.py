@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from recovery.ladder import launches_in_vain, used_budgets
+from recovery.leaving import what_next
 from recovery.model import Incident, JobState
 
 
@@ -26,6 +27,8 @@ class Watch:
     values: Mapping[str, float] = field(default_factory=dict)
     reachable: int | None = None
     unreachable: tuple[str, ...] = ()
+    checkpoint: int | None = None
+    """The step of the newest finished one."""
 
 
 def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
@@ -34,6 +37,7 @@ def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
         return None
     reported = [d for d in details if isinstance(d.get("step"), int)]
     slowest = min(reported, key=lambda d: int(d["step"])) if reported else details[0]
+    saved = [int(d["checkpoint"]) for d in details if isinstance(d.get("checkpoint"), int)]
     counts = [d["reachable"] for d in details if isinstance(d.get("reachable"), int)]
     rate, values = slowest.get("rate"), slowest.get("values")
     return Watch(
@@ -44,6 +48,7 @@ def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
         values={str(k): float(v) for k, v in values.items() if isinstance(v, int | float)} if isinstance(values, Mapping) else {},
         reachable=sum(counts) if counts else None,
         unreachable=tuple(node for d in details for node in d.get("unreachable") or ()),
+        checkpoint=min(saved, default=None),
     )
 
 
@@ -88,9 +93,13 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "budgets": budgets(state, now),
         "incidents": state.incidents_archived + len(state.incidents) + (1 if incident else 0),
         "because": state.because,
-        "next": {"what": state.next.what, "at": _iso(state.next.at)},
+        "next": {"what": what_next(state), "at": _iso(state.next.at)},
         "incident": history_entry(shown) if shown else None,
         "lost": list(state.lost_names),
+        "leaving": [
+            {"node": one.node, "by": one.by, "because": one.because, "until": _iso(one.until), "denied": one.denied or None}
+            for one in state.leaving
+        ],
         "avoided": [{"node": a.node, "because": a.because, "at": _iso(a.at)} for a in state.avoided],
         "notices": list(state.notices),
         "policy_changes": [{"at": _iso(c.at), "by": c.by, "because": c.because, "keys": list(c.keys)} for c in state.policy_changes],
@@ -102,7 +111,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
 
 def _progress(state: JobState, watch: Watch | None) -> dict[str, Any] | None:
     if watch is not None and watch.step is not None and watch.generation in (None, state.generation):
-        return {"step": watch.step, "at": watch.at, "rate": watch.rate, "values": dict(watch.values)}
+        return {"step": watch.step, "at": watch.at, "rate": watch.rate, "values": dict(watch.values), "checkpoint": watch.checkpoint}
     return {"step": state.progress.step, "at": _iso(state.progress.at)} if state.progress else None
 
 
@@ -176,7 +185,8 @@ def progress_text(progress: Mapping[str, Any] | None) -> str:
         return "not reported"
     rate = f", {progress['rate']:.3g} steps/s" if progress.get("rate") is not None else ""
     values = "".join(f", {name} {value:.4g}" for name, value in (progress.get("values") or {}).items())
-    return f"step {progress['step']}{rate}{values}"
+    saved = f", checkpoint {progress['checkpoint']}" if progress.get("checkpoint") is not None else ""
+    return f"step {progress['step']}{rate}{values}{saved}"
 
 
 def budget_text(view: Mapping[str, Any]) -> str:

@@ -437,6 +437,7 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
     digest = hashlib.sha256(text.encode()).hexdigest()
     run = {"seed": options.seed, "batch": options.batch, "text": digest[:16], **dataclasses.asdict(shape)}
     progress = os.environ.get("RELAUNCH_PROGRESS_FILE")
+    saved: dict[str, int] = {}
 
     star = Star(rank, world, generation, os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 0))
     if rank == 0:  # only here is the folder read: nodes may share no disk, and ranks must not see different files
@@ -464,8 +465,9 @@ def train(options: argparse.Namespace, rank: int, world: int, generation: int) -
         adam(state.parameters, state.mean, state.square, total[:-1].astype(np.float32), step)
         if rank == 0 and options.checkpoint and (step % options.checkpoint_every == 0 or step == options.steps):
             save(options.checkpoint, state, run)
+            saved = {"checkpoint": step}  # after it is written: whoever wants this node waits for that
         if progress:
-            write_atomically(Path(progress), json.dumps({"step": step, "loss": state.loss}).encode(), durable=False)
+            write_atomically(Path(progress), json.dumps({"step": step, "loss": state.loss, **saved}).encode(), durable=False)
         if rank == 0 and (step % 10 == 0 or step == options.steps):
             print(f"generation {generation} step {step} loss {state.loss:.4f}", flush=True)
 

@@ -57,6 +57,7 @@ def _claim(
     at: datetime | None = None,
 ) -> Claim:
     shares = {slot.node: slot for slot in job.slots}
+    wanted = {one.node for one in job.leaving}
     held = tuple(dict.fromkeys((*keep, *job.maybe_alive)))
     return Claim(
         job=job.name,
@@ -75,6 +76,7 @@ def _claim(
         holds=tuple(Place(node, shares[node].address, shares[node].gpus) if node in shares else Place(node) for node in held),
         avoid=avoid,
         suspects=suspects(job),
+        stays=tuple(node for node in keep if node in wanted),
     )
 
 

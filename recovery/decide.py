@@ -12,6 +12,7 @@ from recovery.diagnose import Fault, diagnose
 from recovery.events import (
     Answered,
     CancelRequested,
+    CheckpointSaved,
     DeadlinePassed,
     Event,
     FaultObserved,
@@ -21,6 +22,7 @@ from recovery.events import (
     LaunchRefused,
     LeaveAsked,
     LeaveDue,
+    LeaveWithdrawn,
     MessageRejected,
     NodeDeclaredDead,
     NodeReturned,
@@ -43,7 +45,8 @@ from recovery.events import (
     Submitted,
 )
 from recovery.fencing import fences, may_leave_lost_behind
-from recovery.ladder import climb
+from recovery.ladder import ANSWERS, climb
+from recovery.leaving import at_checkpoint, may_answer_leave, wanted, why
 from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Recovering, Relaunch, Stop, Wait
 from recovery.policy import Strategy
 from recovery.spec import duration
@@ -131,15 +134,21 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case CancelRequested():
             who = f" by {event.by}" if event.by else ""
             return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
+        case Answered() if event.node:
+            return _on_leave_answer(job, event, now)
         case Answered():
-            return _on_answer(job, event)
+            return _on_answer(job, event, now)
         case NodeDeclaredDead():
             return _on_declared_dead(job, event, now)
-        case LeaveDue() if job.phase is Phase.RUNNING and (leaving := next((n for n in job.leaving if n.node == event.node), None)):
-            why = f"{leaving.by or 'a person'} wants {leaving.node}" + (f": {leaving.because}" if leaving.because else "")
-            return Relaunch(job.generation + 1, why, without=(leaving.node,))
-        case LeaveAsked() | LeaveDue():
-            return Ignore("the next launch leaves that node, where it is one of this job's")
+        case LeaveDue() if job.phase is Phase.RUNNING and (leaving := wanted(job, event.node)):
+            return Relaunch(job.generation + 1, why(leaving), without=(leaving.node,))
+        case CheckpointSaved() if leaves := at_checkpoint(job):
+            because = "; ".join((*(why(one) for one in leaves[:4]), f"checkpoint of step {event.step} is saved"))
+            return Relaunch(job.generation + 1, because, without=tuple(one.node for one in leaves))
+        case CheckpointSaved():
+            return Ignore("nobody waits for a checkpoint any more")
+        case LeaveAsked() | LeaveWithdrawn() | LeaveDue():
+            return Ignore("a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted")
         case ProgressSeen() | RanksFound() | RanksStopped() | RepairAsks() | PolicyChanged() | IncidentsArchived() | MessageRejected():
             return Ignore(f"{event.kind} asks for nothing")
         case _:
@@ -264,19 +273,19 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
         case Phase.NODE_LOST:
             return Ask(
                 f"{_names(job.lost_names)} did not answer for {duration(job.policy.timeouts.ask_after)}",
-                question="wait on, `nodes declare-dead` it, `retry` or `cancel`?",
+                question=f"wait on, `nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_NODES:
             return Ask(
                 f"the fleet had not enough nodes for it within {duration(job.policy.timeouts.answer_within)}: {job.because}",
-                question="add nodes and `retry`, or `cancel`?",
+                question=f"add nodes, then {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON if job.snoozed and job.asked is not None:
             return job.asked
         case Phase.WAITING_FOR_PERSON if job.lost:
             return Ask(
                 f"{_names(job.lost_names)} still does not answer, and nobody has said what to do",
-                question="`nodes declare-dead` it, `retry` or `cancel`?",
+                question=f"`nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON:
             return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.because}", exit_code=1)
@@ -284,8 +293,10 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             return Ignore(f"nothing waits in phase {job.phase}")
 
 
-def may_answer(job: JobState, decision: str) -> str:
-    """Why this is no answer now, a clause; empty: it is one."""
+def may_answer(job: JobState, decision: str, now: datetime, node: str = "") -> str:
+    """Why this is no answer now, a clause; empty: it is one. `node`: said to whoever wants that node of the job."""
+    if node:
+        return may_answer_leave(job, decision, node, now)
     if job.phase is Phase.WAITING_FOR_PERSON or (decision == "take-over" and job.phase in ACTING):
         return ""
     if decision == "take-over":
@@ -301,9 +312,20 @@ def _asked(job: JobState) -> str:
     return job.asked.because if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON else job.because
 
 
-def _on_answer(job: JobState, event: Answered) -> Decision:
-    if why := may_answer(job, event.decision):
-        return Ignore(why)
+def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
+    if no := may_answer(job, event.decision, now, event.node):
+        return Ignore(no)
+    leaving = wanted(job, event.node)
+    assert leaving is not None, "else it is no answer"
+    if event.decision == "approve" and job.phase is Phase.RUNNING:
+        because = f"{why(leaving)}; {event.by or 'a person'} said: now" + (f" ({event.because})" if event.because else "")
+        return Relaunch(job.generation + 1, because, without=(leaving.node,))
+    return Ignore("that node is left as soon as the job runs" if event.decision == "approve" else "it goes on there until it has to leave")
+
+
+def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
+    if no := may_answer(job, event.decision, now):
+        return Ignore(no)
     who = event.by or "a person"
     reason = f": {event.because}" if event.because else ""
     match event.decision:

@@ -182,7 +182,7 @@ def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: 
         f"{root.node}: {finding.because}{_more(len(witnesses) - 1 + more)}",
         nodes=tuple(dict.fromkeys((root.node, *(one.node for one, _ in alike))))[:NAMED],
         gpus=tuple(dict.fromkeys(gpu for gpu in gpus if gpu)),
-        ranks=(rank.rank,) if rank else (),
+        ranks=_numbers([rank]) if rank else (),
         code=finding.code,
         certainty=Certainty.CERTAIN,
         exit_code=_exit_code(rank) if rank else None,
@@ -213,7 +213,7 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
             Cause.UNKNOWN,
             f"{diagnosis.because}; and at the same moment {other.because}: their clocks do not tell which was first",
             nodes=(root.node, rival.node),
-            ranks=(root.rank, rival.rank),
+            ranks=_numbers([root, rival]),
             certainty=Certainty.GUESS,
             exit_code=diagnosis.exit_code,
             do_not_restart=diagnosis.do_not_restart,
@@ -281,7 +281,7 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
         # Who waits in vain is the first to complain and the last to be at fault.
         nodes=(root.node,) if cause is not Cause.HANG else (),
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
-        ranks=(root.rank,),
+        ranks=_numbers([root]),
         code=told.code if told is not None else ending.code,
         certainty=Certainty.CERTAIN if root.error or seen else Certainty.GUESS if cause is Cause.UNKNOWN else Certainty.LIKELY,
         exit_code=_exit_code(root),
@@ -296,7 +296,16 @@ def _is_ours(finding: Finding, root: RankExited) -> bool:
 
 
 def _ended(root: RankExited, ending: Finding) -> str:
-    return f"rank {root.rank} on {root.node} {'was ' if root.signal is not None else ''}{ending.because}"
+    return f"{_who(root)} {'was ' if root.signal is not None else ''}{ending.because}"
+
+
+def _who(one: RankExited) -> str:
+    return f"the launcher on {one.node}" if one.launcher else f"rank {one.rank} on {one.node}"
+
+
+def _numbers(exits: Iterable[RankExited]) -> tuple[int, ...]:
+    """Of those that are ranks."""
+    return tuple(one.rank for one in exits if not one.launcher)
 
 
 def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
@@ -324,15 +333,15 @@ def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagno
                 Cause.NETWORK,
                 f"{lost.code} on {one.node}: {lost.because}{_more(len(failed) - 1 + more)}",
                 nodes=(one.node,),
-                ranks=(one.rank,),
+                ranks=_numbers([one]),
                 code=lost.code,
                 exit_code=_exit_code(one),
             )
     return Diagnosis(
         Cause.NETWORK,
-        f"rank {first.rank} on {first.node} lost a connection and no rank failed by itself: {(_last_words(first) or ('',))[-1][:200]}",
+        f"{_who(first)} lost a connection and no rank failed by itself: {(_last_words(first) or ('',))[-1][:200]}",
         nodes=tuple(dict.fromkeys(one.node for one in failed))[:NAMED],
-        ranks=tuple(one.rank for one in failed[:NAMED]),
+        ranks=_numbers(failed[:NAMED]),
         certainty=Certainty.GUESS,
         exit_code=first.exit_code,
         traceback=first.error.traceback if first.error else "",
@@ -392,7 +401,7 @@ def _first_words(observations: tuple[Observation, ...]) -> str:
     match first:
         case RankExited():
             end = signal_name(first.signal) if first.signal is not None else f"code {first.exit_code}"
-            return f"rank {first.rank} on {first.node} ended with {end}"
+            return f"{_who(first)} ended with {end}"
         case RanksFenced() | RanksVanished():
             return f"{first.node}: {first.because}"
         case _:

@@ -46,6 +46,8 @@ class RankExited:
     """Why that log, or a part of it, was not read: what is not in `kernel` may be in the log."""
     pid: int | None = None
     """By which the kernel names it."""
+    launcher: bool = False
+    """It was not a rank: the launcher of the node's ranks ended, and none of them is known to have failed before it."""
     kind: Literal["RankExited"] = "RankExited"
 
     @property
@@ -249,6 +251,16 @@ class StepReached:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint was finished, since somebody waits for one: of this step, or a later one, by each rank that tells of its own."""
+
+    generation: int
+    step: int
+    at: datetime
+    kind: Literal["CheckpointSaved"] = "CheckpointSaved"
+
+
+@dataclass(frozen=True, slots=True)
 class RanksStopped:
     """No rank is left on these nodes: proven, or fenced by the time that has passed."""
 
@@ -322,6 +334,8 @@ class Answered:
     by: str
     until: datetime | None = None
     """Of a snooze: when it is asked again."""
+    node: str = ""
+    """Which somebody wants of the job: this is said to that, and not to what the job asks."""
     kind: Literal["Answered"] = "Answered"
 
 
@@ -335,13 +349,22 @@ class NodeDeclaredDead:
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """Somebody wants a node for maintenance."""
+    """Somebody wants a node: a person, for maintenance, or the fleet, because it has to be examined and others are on it too."""
 
     node: str
     because: str
     by: str
     until: datetime
     kind: Literal["LeaveAsked"] = "LeaveAsked"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWithdrawn:
+    """Nobody wants that node any more."""
+
+    node: str
+    because: str
+    kind: Literal["LeaveWithdrawn"] = "LeaveWithdrawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +417,7 @@ Event = Annotated[
     | RanksHung
     | ProgressSeen
     | StepReached
+    | CheckpointSaved
     | RanksStopped
     | NodesExamined
     | RepairEnded
@@ -404,6 +428,7 @@ Event = Annotated[
     | Answered
     | NodeDeclaredDead
     | LeaveAsked
+    | LeaveWithdrawn
     | LeaveDue
     | PolicyChanged
     | IncidentsArchived

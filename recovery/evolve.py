@@ -10,6 +10,7 @@ from recovery.causes import OWN_CAUSES, Cause
 from recovery.decide import answers, is_echo, is_stale
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
+    Answered,
     CancelRequested,
     DeadlinePassed,
     Event,
@@ -19,6 +20,7 @@ from recovery.events import (
     LaunchFailed,
     LaunchRefused,
     LeaveAsked,
+    LeaveWithdrawn,
     MessageRejected,
     NodeDeclaredDead,
     NodeReturned,
@@ -37,6 +39,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.fencing import may_leave_lost_behind
+from recovery.leaving import clock, may_answer_leave, wanted
 from recovery.model import (
     Ask,
     Avoided,
@@ -61,7 +64,7 @@ from recovery.model import (
     Try,
     Wait,
 )
-from recovery.policy import KEPT_TRIES, Policy, Strategy
+from recovery.policy import KEPT_TRIES, Policy
 from recovery.spec import duration
 
 KEPT_DECISIONS = 40
@@ -134,10 +137,12 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
                 incident=incident,
             )
         case LeaveAsked() if event.node in {slot.node for slot in job.slots}:
-            others = tuple(one for one in job.leaving if one.node != event.node)
-            job = replace(job, leaving=(*others, Leaving(event.node, event.because, event.by, event.until)))
-            until = event.until.isoformat(timespec="minutes")
-            return _notice(job, f"{event.by or 'a person'} wants {event.node} by {until}" + (f": {event.because}" if event.because else ""))
+            return _asked_to_leave(job, event)
+        case LeaveWithdrawn() if wanted(job, event.node) is not None:
+            job = replace(job, leaving=tuple(one for one in job.leaving if one.node != event.node))
+            return _notice(job, f"nobody wants {event.node} any more" + (f": {event.because}" if event.because else ""))
+        case Answered() if event.node and not may_answer_leave(job, event.decision, event.node, now):
+            return _answered_leave(job, event, now)
         case NodeDeclaredDead():
             job = replace(
                 job,
@@ -160,6 +165,30 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return job
         case _:
             return job
+
+
+def _asked_to_leave(job: JobState, event: LeaveAsked) -> JobState:
+    known = wanted(job, event.node)
+    # Who asks again for the same reason asks nothing new: a fleet that was begun anew does.
+    denied = known.denied if known is not None and (known.by, known.because) == (event.by, event.because) else ""
+    asked = Leaving(event.node, event.because, event.by, event.until, denied)
+    if known == asked:
+        return job
+    job = replace(job, leaving=(*(one for one in job.leaving if one is not known), asked))
+    until = event.until.isoformat(timespec="minutes")
+    return _notice(job, f"{event.by or 'a person'} wants {event.node} by {until}" + (f": {event.because}" if event.because else ""))
+
+
+def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
+    one = wanted(job, event.node)
+    assert one is not None, "else it is no answer"
+    who, reason = event.by or "a person", f": {event.because}" if event.because else ""
+    if event.decision == "deny":
+        after, said = replace(one, denied=f"{who} said no{reason}"), f"not left before {clock(one.until)}"
+    else:
+        after, said = replace(one, denied="", until=min(one.until, now)), "left now"
+    job = replace(job, leaving=tuple(after if other is one else other for other in job.leaving))
+    return _notice(job, f"{who} said that {one.node} is {said}{reason}")
 
 
 def _acquired(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
@@ -186,8 +215,9 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
             furthest = job.furthest_step
             if job.progress is not None:
                 furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
-            if decision.strategy is Strategy.GROW:  # no incident has it
-                job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}, GROW: {decision.because}")
+            if job.incident is None and job.launched_at is not None:  # of a launch for a fault the incident tells
+                how = f", {decision.strategy}" if decision.strategy is not None else ""
+                job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.because}")
             return replace(
                 job,
                 generation=decision.generation,
@@ -302,7 +332,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     job = replace(job, recovering=None)
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
-        silent = tuple(LostNode(node, now - age, "no answer") for node, age in fault.silent if node not in known)
+        silent = tuple(LostNode(node, now - age, "it was silent when its gang failed") for node, age in fault.silent if node not in known)
         job = replace(job, lost=(*job.lost, *silent))
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step

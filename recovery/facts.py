@@ -13,6 +13,8 @@ LONGEST = 300
 """Characters of any text that is kept: it goes into reasons, and those into histories."""
 MOST = 2**63
 """Counters are 64 bits wide on every node; more is no counter."""
+MOST_GPUS = 64
+"""Four times what the largest nodes have; a longer answer is none."""
 LATEST = 253402300799
 """The end of the year 9999: no date can hold more."""
 

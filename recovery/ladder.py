@@ -12,6 +12,8 @@ from recovery.model import Ask, Decision, Diagnosis, Examine, JobState, Phase, R
 from recovery.policy import Rung, Strategy
 from recovery.spec import duration
 
+ANSWERS = "`answer` approve (a new launch), deny (the job ends), snooze or take-over"
+
 
 def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...]) -> Decision:
     """Take the first rung of the cause's ladder that has a try left and whose conditions hold."""
@@ -21,7 +23,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
     if (most := job.policy.no_progress_ask) != "off" and (vain := launches_in_vain(job)) >= most:
         return Ask(
             f"{fault.because}; {vain} launches in a row, and training has not got past {_reached(job)}",
-            question="`retry --renew-budgets`, `retry --avoid NODE` or `cancel`?",
+            question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid NODE`?",
         )
     asked = False
     for rung in job.policy.ladder(fault.cause):
@@ -43,7 +45,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
         if rung.strategy is Strategy.ASK:
             return Ask(
                 f"{fault.because}; the ladder of {fault.cause} ends with a person",
-                question="`retry`, `retry --avoid NODE` or `cancel`?",
+                question=f"{ANSWERS}, or on other terms: `retry --avoid NODE`?",
             )
         if rung.spends and job.restarts_spent >= job.policy.max_restarts:
             return _fail(fault, f"all {job.policy.max_restarts} restarts are spent")
@@ -112,7 +114,7 @@ def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 def left_with(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
     """Return the places that the job could go on with alone, if it did not use these nodes."""
-    gone = {*without, *(one.node for one in job.leaving), *(one.node for one in job.avoided)}
+    gone = {*without, *(one.node for one in job.leaving if not one.denied), *(one.node for one in job.avoided)}
     return tuple(slot for slot in job.slots if slot.node not in gone)
 
 

@@ -249,7 +249,9 @@ class Leaving:
     because: str
     by: str
     until: datetime
-    """When it leaves by itself; sooner where it is launched anew anyway."""
+    """When it leaves at the latest; sooner at its next checkpoint, or where it is launched anew anyway."""
+    denied: str = ""
+    """Who has said that it stays until then and why, a clause; empty: nobody."""
 
 
 @dataclass(frozen=True, slots=True)

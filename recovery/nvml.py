@@ -13,10 +13,8 @@ from typing import Any
 from recovery.catalog import Catalog
 from recovery.causes import Cause
 from recovery.evidence import Finding, Role
-from recovery.facts import count, fields, text, unreadable
+from recovery.facts import MOST_GPUS, count, fields, text, unreadable
 
-MOST_GPUS = 64
-"""Four times what the largest nodes have; a longer answer is none."""
 NOT_SUPPORTED = "NOT_SUPPORTED"
 """NVML's word for what this GPU does not have: nothing is missing then."""
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from recovery.launchers import starts_ranks_itself
+
 NAME_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 DURATION_PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 # The agent sets these itself, or they would let a job speak in the name of another.
@@ -140,7 +142,8 @@ def parse_nodes(value: Any) -> Any:
 
 class ProgressSpec(Strict):
     log_pattern: str | None = None
-    """A regular expression with a group named `step`, searched in every line a rank prints."""
+    """A regular expression with a group named `step`, searched in every line a rank prints; a group named `checkpoint` tells the step of
+    a checkpoint that is finished, on a line with a step or on one of its own."""
 
     @field_validator("log_pattern")
     @classmethod
@@ -186,6 +189,7 @@ class JobSpec(Strict):
     nproc_per_node: int = Field(default=1, ge=1, le=1024)
     gpus_per_node: int = Field(default=0, ge=0)
     launcher: Literal["none", "torchrun", "ft_launcher"] = "none"
+    """What starts the ranks of a node: relaunch itself, or one process a node that does, its own restarts turned off."""
     gang: Literal["lockstep", "independent"] = "lockstep"
     """lockstep: no rank advances without all others (the usual data or model parallel job)."""
     fleet: Name = "default"
@@ -255,9 +259,20 @@ class JobSpec(Strict):
     def is_elastic(self) -> bool:
         return self.fewest_nodes < self.node_count
 
+    @model_validator(mode="after")
+    def _one_launcher(self) -> Self:
+        if self.launcher != "none" and (found := starts_ranks_itself(self.command)) is not None:
+            told = f"launcher: {self.launcher} puts {self.launcher} before it"
+            raise ValueError(f"command: {found} starts ranks itself: give the command of one rank; {told}")
+        return self
+
     @property
     def ranks_per_node(self) -> int:
-        """Processes that relaunch starts on a node: a launcher of the job's own is one process and forks the rest itself."""
+        return self.nproc_per_node
+
+    @property
+    def processes_per_node(self) -> int:
+        """That relaunch starts itself, and whose exits it sees: where there is a launcher, that one."""
         return self.nproc_per_node if self.launcher == "none" else 1
 
     @property
@@ -301,6 +316,9 @@ class FleetLimits(Strict):
     """One more opens the breaker."""
     replacement_wait: Duration = timedelta(minutes=10)
     """How long two jobs that each hold nodes and wait for more may stand in each other's way, before one gives way."""
+    leave_within: Duration = timedelta(hours=2)
+    """How long a job may stay on a node that has to be examined because of another one that was there: longer than most take from one
+    checkpoint to the next, and than most evaluations."""
 
     def of(self, limit: Literal["repairs_at_once", "nodes_out"], nodes: int) -> int:
         """The limit as a number of nodes, for a fleet of so many."""

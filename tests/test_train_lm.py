@@ -114,6 +114,8 @@ def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(tmp_pa
     last = launch("b", 4, *QUICK, "--checkpoint", str(harried), generation=3).start()
     assert last.wait() == {0: 0, 1: 0, 2: 0, 3: 0}
 
+    told = [json.loads((last.folder / f"progress-{rank}").read_text()) for rank in range(4)]
+    assert [one.get("checkpoint") for one in told] == [told[0]["step"], None, None, None], "who writes them tells of them"
     resumed = re.search(r"going on after step (\d+)", last.log(3))
     assert resumed is not None
     assert int(resumed[1]) in (35, 40, 45, 50, 55)

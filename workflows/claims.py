@@ -16,6 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.claim import as_it_is, claim, give_back
     from recovery.events import Event, NodesGranted, NodesMissing, RanksFound
     from recovery.fleet.model import Claim, Grant, Offer, Place
+    from recovery.leaving import left_out
     from recovery.model import JobState, Relaunch, Slot
     from recovery.ranks import keep_places
     from workflows import orders
@@ -137,7 +138,7 @@ class Claims:
                     self._tell(await orders.prove_gone(self._job(), decision.generation - 1, alive, "stop what waits for nodes"))
                     await workflow.wait_condition(lambda: not self._job().maybe_alive)
                 # There is no other: a node that was only lost is as good as any once it answers again, for its old ranks are stopped first.
-                unwanted = (*(one.node for one in self._job().leaving), *(avoided.node for avoided in self._job().avoided))
+                unwanted = (*left_out(self._job(), workflow.now()), *(avoided.node for avoided in self._job().avoided))
                 await self._ask(keep, unwanted, queue=grant.kind == "yield")
             waits = True
         if grant.holding:

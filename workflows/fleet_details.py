@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
+from recovery.fleet.inventory import used_by
 from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
 from workflows.search_attributes import DETAILS_LIMIT
 
@@ -35,6 +36,8 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         lines += [f"**Under way** {_some(doing)}", ""]
     lines += _section("Out of service", [_out_line(node) for node in out])
     lines += _section("In service, but not to be had", [_odd_line(node) for node in odd])
+    gpus = [f"**{node.name}** {said}" for node in state.nodes if (said := _gpus(node))]
+    lines += _section("GPUs that strangers use, that are missing or cannot be read", gpus)
     lines += _section("Waiting for nodes", [_waiting_line(record) for record in waiting])
     asked = [f"{one.node}: {one.step} since {_clock(one.asked_at)} by `{one.workflow}`: {_cut(one.because)}" for one in state.requests]
     open_offers = [one for one in state.offers if one.places]
@@ -108,6 +111,16 @@ def _odd_line(node: NodeRecord) -> str:
     return f"**{node.name}**{_more(node).removeprefix(';')}"
 
 
+def _gpus(node: NodeRecord) -> str:
+    if node.inventory is None or not node.spec.gpus:
+        return ""
+    if node.inventory.unreadable:
+        return f"GPUs unreadable, and given unseen: {_cut(node.inventory.unreadable)}"
+    # A suspect has it as its reason.
+    lacks = node.short if node.standing is Standing.IN_SERVICE else ""
+    return "; ".join(_cut(part) for part in (lacks, used_by(node.strangers)) if part)
+
+
 def _more(node: NodeRecord) -> str:
     parts: list[str] = []
     if node.look is not None and node.look.silent:
@@ -118,6 +131,8 @@ def _more(node: NodeRecord) -> str:
         parts.append(f"repair `{node.repair}`")
     if node.drain is not None:
         parts.append(f"jobs leave it until {_clock(node.drain.until)} ({node.drain.by}: {_cut(node.drain.because)})")
+    elif node.leave is not None and node.told:
+        parts.append(f"{_some(node.told)} asked to leave it by {_clock(node.leave.until)}, so that it can be examined")
     return "".join(f"; {part}" for part in parts)
 
 

@@ -96,7 +96,7 @@ async def look(fleet: str, order: Look) -> tuple[NodeLook, ...] | None:
     return await _answer(
         workflow.execute_activity_method(
             FleetActivities.look_at_nodes,
-            LookInput(fleet, order.nodes),
+            LookInput(fleet, order.nodes, order.read),
             start_to_close_timeout=ASK_WITHIN,
             schedule_to_close_timeout=ASK_WITHIN,
             heartbeat_timeout=BEAT,

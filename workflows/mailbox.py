@@ -16,7 +16,8 @@ with workflow.unsafe.imports_passed_through():
 
     from recovery.decide import may_answer
     from recovery.events import Event, MessageRejected, NodesOffered, PolicyChanged
-    from recovery.model import JobState
+    from recovery.leaving import clock, wanted, what_next
+    from recovery.model import JobState, Phase
     from recovery.spec import duration
     from workflows.claims import Claims
     from workflows.messages import (
@@ -70,7 +71,7 @@ class Mailbox:
         if self._claims.is_current(offer):
             self._inbox.append(NodesOffered(offer.nodes, offer.until))
 
-    @workflow.signal(description="A node is wanted for maintenance. Nobody but the fleet sends it: `nodes quarantine --drain`.")
+    @workflow.signal(description="A node is wanted, or is not any more. Nobody but the fleet sends it.")
     def leave_node(self, message: Any = None, *_more: Any) -> None:
         self._receive("leave_node", message, leave_event)
 
@@ -104,16 +105,25 @@ class Mailbox:
 
     @workflow.update(
         description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "because": "…", "by": "…", "within": "2h"}.'
+        ' With {"decision": "approve|deny", "node": "n2"}: whether it leaves a node that is wanted, at once or not before it has to.'
     )
     def answer(self, message: Any = None, *_more: Any) -> str:
         answered = AnswerMessage.model_validate(message)
         self._inbox.append(answer_event(answered, workflow.now()))
+        if answered.node:
+            return self._said_of(answered.node, answered.decision == "approve")
         return {
             "approve": "a new generation is launched",
             "deny": "the job ends as FAILED",
             "snooze": f"it is asked again in {duration(answered.within)}",
             "take-over": "nothing is done any more until somebody says approve, deny, retry or cancel",
         }[answered.decision]
+
+    def _said_of(self, node: str, now: bool) -> str:
+        if now:
+            return f"{node} is left {'at once' if self._job.phase is Phase.RUNNING else 'with the next launch, or as soon as it runs'}"
+        leaving = wanted(self._job, node)
+        return f"it stays on {node}" + (f" until {clock(leaving.until)}" if leaving else "")
 
     @answer.validator
     def _check_answer(self, message: Any = None, *_more: Any) -> None:
@@ -124,7 +134,7 @@ class Mailbox:
         if not answered.decision:
             said = "decision: missing, expected approve, deny, snooze or take-over"
             raise ApplicationError(said, type="BadInput", non_retryable=True)
-        if why := may_answer(self._job, answered.decision):
+        if why := may_answer(self._job, answered.decision, workflow.now(), answered.node):
             raise ApplicationError(f"job {self._job.name} cannot be told {answered.decision}: {why}", type="BadInput", non_retryable=True)
 
     @workflow.query(description="Everything the job knows about itself.")
@@ -134,4 +144,4 @@ class Mailbox:
     @workflow.query(description="What happens next, and when.")
     def next(self) -> dict[str, str | None]:
         at = self._job.next.at
-        return {"what": self._job.next.what, "at": at.isoformat() if at else None}
+        return {"what": what_next(self._job), "at": at.isoformat() if at else None}

@@ -9,7 +9,17 @@ from typing import Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from recovery.catalog.overrides import NO_OVERRIDES, CatalogOverrides
-from recovery.events import Answered, CancelRequested, Event, LeaveAsked, MessageRejected, NodeDeclaredDead, RepairAsks, RetryRequested
+from recovery.events import (
+    Answered,
+    CancelRequested,
+    Event,
+    LeaveAsked,
+    LeaveWithdrawn,
+    MessageRejected,
+    NodeDeclaredDead,
+    RepairAsks,
+    RetryRequested,
+)
 from recovery.evidence import Verdict
 from recovery.fleet.model import Offer, Place, Withdraw
 from recovery.model import Incident, JobState, Phase
@@ -124,6 +134,8 @@ class AnswerMessage(Strict):
     by: str = ""
     within: Duration = SNOOZE
     """Of a snooze: when it is asked again."""
+    node: Literal[""] | Name = ""
+    """Which somebody wants of the job: this is the answer to that, and not to what the job asks."""
 
 
 class RepairAsksMessage(Strict):
@@ -170,7 +182,8 @@ def retry_event(raw: Any) -> Event:
 
 def answer_event(message: AnswerMessage, now: datetime) -> Event:
     assert message.decision, "it is checked before it is taken"
-    return Answered(message.decision, message.because, message.by, now + message.within if message.decision == "snooze" else None)
+    until = now + message.within if message.decision == "snooze" else None
+    return Answered(message.decision, message.because, message.by, until, message.node)
 
 
 def repair_asks_event(raw: Any) -> Event:
@@ -187,6 +200,8 @@ def report_event(raw: Any) -> Event:
 
 def leave_event(raw: Any) -> Event:
     asked = WITHDRAW.validate_python(raw)
+    if asked.withdrawn:
+        return LeaveWithdrawn(asked.node, asked.because)
     return LeaveAsked(asked.node, asked.because, asked.by, asked.until)
 
 

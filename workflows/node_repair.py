@@ -173,8 +173,17 @@ class NodeRepair:
             workflow.logger.info("%s: %s", step.kind, step.because)
             self._show()
             if isinstance(step, Finish):
-                return step
+                return await self._said_by_fleet(step)
             self._told.append(await self._carried_out(self._carry_out(step)))
+
+    async def _said_by_fleet(self, end: Finish) -> Finish:
+        """Of a node that jobs share, its fleet knows who has to leave first and until when; the node itself only that it is in use."""
+        state, job = self._state, self._start.job
+        assert state is not None
+        if not job or end.outcome != "refused" or state.attempts or state.health is None or not state.health.busy:
+            return end
+        why = await self._carried_out(self._fleet.why_not(state.because, lambda: bool(self._told), self._show, job))
+        return replace(end, because=f"{end.because}; {why}") if why else end
 
     def _show(self) -> None:
         assert self._state is not None

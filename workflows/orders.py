@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.watch import WatchActivities, beat_interval
     from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, NodesExamined, RanksStopped, RepairEnded
     from recovery.fencing import fences
+    from recovery.leaving import at_checkpoint
     from recovery.model import Examine, Incident, JobState, Repair, Slot, Token
     from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
     from workflows.node_messages import ExamineNodesInput
@@ -127,7 +128,7 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             token=job.token,
             fleet=job.spec.fleet,
             nodes=nodes,
-            ranks_per_node=job.spec.ranks_per_node,
+            ranks_per_node=job.spec.processes_per_node,
             launched_at=job.launched_at or workflow.now(),
             timeouts=timeouts,
             hang=job.policy.hang,
@@ -138,13 +139,15 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             # One shard tells it for all: each that did would end its watch, and need another.
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
             progress_expected=job.furthest_step is not None or job.progress is not None,
+            report_checkpoint=bool(at_checkpoint(job)),
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),
         retry_policy=REATTACH,
         cancellation_type=DETACH,
         summary=f"watch generation {job.generation} on {_names(nodes)}"
-        + (f" until it passes step {job.incident.reached}" if job.incident and job.incident.reached is not None else ""),
+        + (f" until it passes step {job.incident.reached}" if job.incident and job.incident.reached is not None else "")
+        + (" until a checkpoint is finished" if at_checkpoint(job) else ""),
     )
 
 

@@ -143,6 +143,12 @@ class Permits:
         self._lasts = what, workflow.now() + LASTS
         return Permitted(True, self._answer.because)
 
+    async def why_not(self, because: str, heard: Callable[[], bool], show: Callable[[], None], job: str) -> str:
+        """Ask what speaks against a repair that will not be; empty: nothing does, or nobody says so in time."""
+        until = workflow.now() + TELL_WITHIN
+        await self.ask("reset", "know who else has the node", because, until, heard, show, job=job)
+        return self._answer.because if self._answer is not None and not self._answer.allowed else ""
+
     async def _answered(self, until: datetime, heard: Callable[[], bool]) -> None:
         left = max(timedelta(0), min(ASK_AGAIN, until - workflow.now()))
         summary = f"for the permission of fleet {self._fleet}"

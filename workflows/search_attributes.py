@@ -9,6 +9,7 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
 from recovery.health import Health
 from recovery.ladder import used_budgets
+from recovery.leaving import pending, what_next
 from recovery.model import JobState, Phase
 from recovery.policy import Strategy
 from recovery.repair_state import AskPerson, Finish, RepairState, Step, StepRecord
@@ -72,6 +73,8 @@ def current_details(job: JobState, now: datetime) -> str:
     if job.slots:
         shown = ", ".join(slot.node for slot in job.slots[:16])
         lines += [f"**Nodes** {shown}" + (f" and {len(job.slots) - 16} more" if len(job.slots) > 16 else ""), ""]
+    if wanted := pending(job):
+        lines += ["### Nodes that it is to leave", "", *(f"- {one}" for one in wanted[:MOST_INCIDENTS]), ""]
     if job.fewer:
         lines += [f"**Fewer than it takes** {job.fewer}", ""]
     if job.avoided:
@@ -120,10 +123,14 @@ def current_details(job: JobState, now: datetime) -> str:
 
 
 def _answers(job: JobState) -> list[str]:
-    if job.phase is not Phase.WAITING_FOR_PERSON:
-        return []
-    said = '`{"decision": "approve", "because": "…", "by": "you"}`'
-    return [f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"]
+    lines = []
+    if job.phase is Phase.WAITING_FOR_PERSON:
+        said = '`{"decision": "approve", "because": "…", "by": "you"}`'
+        lines += [f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"]
+    for one in job.leaving[:MOST_INCIDENTS] if pending(job) else ():
+        said = f'`{{"decision": "approve", "node": "{one.node}", "because": "…", "by": "you"}}`'
+        lines += [f"- the update `answer` {said} has it leave {one.node} at once; `deny`: not before {_clock(one.until)}"]
+    return lines
 
 
 def repair_details(repair: RepairState, step: Step, course: Course | None = None, waits: str = "") -> str:
@@ -193,7 +200,7 @@ def _page(lines: list[str]) -> str:
 
 
 def _next(job: JobState) -> str:
-    return job.next.what + (f" (at {_clock(job.next.at)})" if job.next.at else "")
+    return what_next(job) + (f" (at {_clock(job.next.at)})" if job.next.at else "")
 
 
 def _clock(at: datetime) -> str:

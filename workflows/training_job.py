@@ -20,10 +20,10 @@ with workflow.unsafe.imports_passed_through():
     from recovery.decide import decide
     from recovery.events import (
         CancelRequested,
+        CheckpointSaved,
         DeadlinePassed,
         Event,
         IncidentsArchived,
-        LeaveDue,
         NodeDeclaredDead,
         NodesAcquired,
         NodesGranted,
@@ -35,11 +35,13 @@ with workflow.unsafe.imports_passed_through():
     from recovery.fencing import fences
     from recovery.fleet.model import Place
     from recovery.ladder import left_with, why_left
-    from recovery.model import Ask, Decision, Examine, Ignore, JobState, Leaving, Phase, Relaunch, Repair, Stop, Wait
+    from recovery.leaving import at_checkpoint, left_out
+    from recovery.model import Ask, Decision, Examine, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
     from recovery.policy import Strategy
     from recovery.ranks import seat
     from workflows import orders
     from workflows.claims import Claims
+    from workflows.leaves import Leaves
     from workflows.mailbox import Mailbox
     from workflows.messages import Carried, JobResult, TrainingJobInput
     from workflows.search_attributes import attributes, current_details, memo, updates
@@ -73,7 +75,10 @@ class TrainingJob(Mailbox):
         self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
         self._saying_again: asyncio.Task[None] | None = None
         self._growing: asyncio.Task[None] | None = None
-        self._leaves: dict[Leaving, asyncio.Task[None]] = {}
+        self._leaves = Leaves(lambda: self._job, self._inbox.append)
+        self._reporting: set[int] = set()
+        """Shards whose watch reports a checkpoint."""
+        self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.Task[None] | None = None
         self._deadline: datetime | None = None
         self._attributes: dict[str, object] = {}
@@ -103,7 +108,7 @@ class TrainingJob(Mailbox):
             if self._may_watch():
                 self._watch()
             self._set_deadline(start.carried.deadline)
-            self._keep_leaves()
+            self._leaves.keep()
         while True:
             try:
                 await workflow.wait_condition(lambda: bool(self._inbox) or self._may_end() or self._broken() is not None)
@@ -114,7 +119,8 @@ class TrainingJob(Mailbox):
                 raise RuntimeError(f"nobody expected this of an activity: {broken}") from broken
             while self._inbox:
                 self._take(self._inbox.pop(0))
-            self._keep_leaves()
+            self._leaves.keep()
+            self._keep_watches()
             self._keep_wish()
             self._publish()
             if self._may_end():
@@ -124,9 +130,13 @@ class TrainingJob(Mailbox):
 
     def _broken(self) -> BaseException | None:
         """What a task met that nobody has foreseen; left alone, the job would stand still and not say why."""
-        all_of_them = (self._act, self._archiving, self._saying_again, self._growing, *self._watches.values(), *self._leaves.values())
+        all_of_them = (*self._doing, *self._watches.values(), *self._leaves.tasks)
         tasks = [task for task in all_of_them if task is not None and task.done()]
         return next((error for task in tasks if not task.cancelled() and (error := task.exception()) is not None), None)
+
+    @property
+    def _doing(self) -> tuple[asyncio.Task[None] | None, ...]:
+        return self._act, self._archiving, self._saying_again, self._growing, self._exchanging
 
     # --- one event, one decision
 
@@ -149,6 +159,8 @@ class TrainingJob(Mailbox):
         self._carry_out(decision)
         if isinstance(event, NodesOffered) and isinstance(decision, Wait) and not self._claims.is_asking_for_more:
             self._growing = asyncio.create_task(self._claims.ask_for_more(self._job.generation))
+        if isinstance(event, CheckpointSaved) and isinstance(decision, Ignore) and self._may_watch():
+            self._watch()  # whoever saw it has ended with that
         if len(self._job.incidents) > KEPT_INCIDENTS and self._archiving is None:
             self._archiving = asyncio.create_task(self._archive())
 
@@ -204,12 +216,11 @@ class TrainingJob(Mailbox):
 
     async def _relaunch(self, decision: Relaunch) -> None:
         def superseded() -> bool:
-            # An activity that ends just as it is cancelled returns its result, and its caller is not told of the cancel.
             return decision.generation != self._job.generation or self._job.ending is not None
 
         if decision.delay:
             await workflow.sleep(decision.delay.total_seconds(), summary=f"delay before generation {decision.generation}")
-        leaving = tuple(one.node for one in self._job.leaving)
+        leaving = left_out(self._job, workflow.now())
         excluded = tuple(dict.fromkeys((*decision.without, *leaving, *(avoided.node for avoided in self._job.avoided))))
         places = tuple(Place(slot.node, slot.address, slot.gpus) for slot in self._job.slots)
         is_ours = bool(places) and not self._claims.waits and {place.node for place in places} == set(self._claims.nodes)
@@ -226,10 +237,10 @@ class TrainingJob(Mailbox):
                 return
             fewer = self._claims.fewer
         slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
-        left_out = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
+        left_behind = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
         # Ranks that are alone do not fence themselves, and as part of a gang they would be taken for ranks that do.
         alone = bool(self._job.maybe_alive) and not fences(self._job) and fences(replace(self._job, slots=slots))
-        if left_out or alone:
+        if left_behind or alone:
             # Everywhere, not only there: a node that was cut off stops itself only when some other node no longer vouches for it.
             before = decision.generation - 1
             gone = await orders.prove_gone(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
@@ -237,7 +248,7 @@ class TrainingJob(Mailbox):
             if superseded():
                 return
         self._inbox.append(NodesAcquired(slots, fewer))
-        if left_out or shrinks:
+        if left_behind or shrinks:
             await workflow.wait_condition(lambda: self._job.slots == slots)
             await self._claims.say_what_is_left()
         token = replace(self._job.token, generation=decision.generation)
@@ -269,21 +280,6 @@ class TrainingJob(Mailbox):
         self._claims.forget_more()
         self._saying_again = asyncio.create_task(self._claims.say_again())
 
-    def _keep_leaves(self) -> None:
-        """One timer for each node that the job was asked to leave."""
-        wanted = self._job.leaving if self._job.ending is None else ()
-        for leaving in [one for one in self._leaves if one not in wanted]:
-            self._leaves.pop(leaving).cancel()
-        for leaving in wanted:
-            if leaving not in self._leaves:
-                self._leaves[leaving] = asyncio.create_task(self._leave(leaving))
-
-    async def _leave(self, leaving: Leaving) -> None:
-        left = max(0.0, (leaving.until - workflow.now()).total_seconds())
-        await workflow.sleep(left, summary=f"until {leaving.node} has to be left: {leaving.because}"[:200])
-        await workflow.wait_condition(lambda: self._job.phase is Phase.RUNNING)
-        self._inbox.append(LeaveDue(leaving.node))
-
     # --- watching
 
     def _watch(self) -> None:
@@ -292,6 +288,20 @@ class TrainingJob(Mailbox):
             running = self._watches.get(index)
             if (running is None or running.done()) and not self._succeeded(nodes):
                 self._watches[index] = asyncio.create_task(self._watch_shard(nodes))
+                self._reporting = {*self._reporting, index} if at_checkpoint(self._job) else self._reporting - {index}
+
+    def _keep_watches(self) -> None:
+        """Where nodes are to be left at a checkpoint, exchange whoever watches and does not report one."""
+        deaf = tuple(watch for index, watch in self._watches.items() if index not in self._reporting and not watch.done())
+        if deaf and at_checkpoint(self._job) and (self._exchanging is None or self._exchanging.done()):
+            self._exchanging = asyncio.create_task(self._exchange(deaf))
+
+    async def _exchange(self, watches: tuple[asyncio.Task[None], ...]) -> None:
+        for watch in watches:
+            watch.cancel()
+        await workflow.wait_condition(lambda: all(watch.done() for watch in watches))
+        if self._may_watch():
+            self._watch()  # from what was taken last: what the old ones had seen and not reported is told again
 
     def _may_watch(self) -> bool:
         """Not while a person is waited for and the ranks are gone: their old exits would be news once more."""
@@ -299,7 +309,7 @@ class TrainingJob(Mailbox):
         return job.phase in (Phase.RUNNING, Phase.NODE_LOST) or (job.phase is Phase.WAITING_FOR_PERSON and bool(job.lost))
 
     def _succeeded(self, nodes: tuple[str, ...]) -> bool:
-        return all(len(self._exited.get(node, ())) == self._job.spec.ranks_per_node for node in nodes)
+        return all(len(self._exited.get(node, ())) == self._job.spec.processes_per_node for node in nodes)
 
     async def _watch_shard(self, nodes: tuple[str, ...]) -> None:
         generation = self._job.generation
@@ -323,7 +333,7 @@ class TrainingJob(Mailbox):
     def _stop_watching(self) -> None:
         for watch in self._watches.values():
             watch.cancel()
-        self._watches, self._after_seq, self._exited = {}, {}, {}
+        self._watches, self._after_seq, self._exited, self._reporting = {}, {}, {}, set()
 
     # --- examining and repairing
 
@@ -379,7 +389,7 @@ class TrainingJob(Mailbox):
 
     def _may_continue_as_new(self) -> bool:
         """Only while nothing but watching goes on: an order to nodes is never left half-way."""
-        busy = [task for task in (self._act, self._archiving, self._saying_again, self._growing) if task is not None and not task.done()]
+        busy = [task for task in self._doing if task is not None and not task.done()]
         return not busy and self._job.ending is None
 
     async def _continue_as_new(self) -> None:

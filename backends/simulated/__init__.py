@@ -20,6 +20,7 @@ from backends.simulated.script import (
     ResetFails,
     Script,
     Sick,
+    Stranger,
     Takes,
     error_file,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "Script",
     "Sick",
     "SimulatedBackend",
+    "Stranger",
     "Takes",
     "Upkeep",
     "error_file",

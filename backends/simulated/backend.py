@@ -28,7 +28,7 @@ from backends.simulated.machine import NoAnswer
 from backends.simulated.network import Simulation, outcome
 from backends.simulated.node import Node
 from backends.simulated.record import Call, Life, Obeyed, Upkeep
-from backends.simulated.script import Command, Fault, Script
+from backends.simulated.script import Command, Fault, Script, Stranger
 from backends.simulated.stream import Stream
 from recovery.model import Token
 from recovery.spec import FleetNode, FleetSpec
@@ -91,6 +91,14 @@ class SimulatedBackend:
         """Let a node reboot that nobody ordered to."""
         self._node(node).reboot(down_for)
 
+    def visit(self, node: str, stranger: Stranger) -> None:
+        """Let a program that is none of ours compute there."""
+        self._node(node).machine.visit(stranger)
+
+    def leave(self, node: str) -> None:
+        """Let all such programs end."""
+        self._node(node).machine.leave()
+
     async def settled(self) -> None:
         """Wait until no order is on its way. Copies that wait for further orders are not on their way."""
         while self._world.tasks:
@@ -112,9 +120,10 @@ class SimulatedBackend:
     async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
         return await self._order(node, "stop", order.token, order, lambda one: one.stop(order))
 
-    async def list(self, node: str) -> Mapping[str, Any]:
+    async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
         async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any]:
-            return one.list()
+            read = await one.machine.inventory() if gpus and one.machine.held is None else None
+            return one.list() if read is None else {**one.list(), "gpus": read}
 
         return await self._call(node, "list", None, None, ask)
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from backends.base import PrepareOrder, Refused, Started, StartOrder
+from backends.base import Launched, PrepareOrder, Refused, Started, StartOrder
+from backends.simulated import launcher
 from backends.simulated.clock import Timer, wait_for
 from backends.simulated.rank import Rank
 from backends.simulated.record import Life
@@ -140,12 +141,21 @@ class Generation:
             if one.progress is not None and one.progress.unreadable is not None:
                 told[str(one.rank)] = {"unreadable": one.progress.unreadable}
             elif one.progress is not None and (reached := one.step(now)) is not None:
-                told[str(one.rank)] = {"step": reached[0], "age": reached[1], "values": {}, "phase": one.progress.phase}
+                saved = one.checkpoint(now)
+                told[str(one.rank)] = {
+                    "step": reached[0],
+                    "age": reached[1],
+                    "values": {},
+                    "phase": one.progress.phase,
+                    "checkpoint": saved,
+                }
+        if self._launched is not None:
+            return {str(rank): dict(report) for report in told.values() for rank in self._launched.ranks}
         return told
 
-    def next_step(self) -> float:
+    def next_news(self) -> float:
         now = self.node.clock.time()
-        return min((one.next_step(now) for one in self.ranks.values()), default=math.inf)
+        return min((one.next_news(now) for one in self.ranks.values()), default=math.inf)
 
     def told(self, observation: Mapping[str, Any]) -> dict[str, Any]:
         """Return the observation as it is sent, with what the rank left behind."""
@@ -159,10 +169,12 @@ class Generation:
         if not tail and evidence.exit_code and evidence.signal is None and evidence.error is None:
             tail = ["ValueError: so the script says"]
         explained = not observation["stopped"] and observation["exit_code"] != 0
+        below = self._launched
+        left = {"log_tail": tail[-40:]} if below is None else launcher.told(below, int(observation["pid"]), evidence, tail[-40:])
         return {
             **observation,
-            "error": evidence.error,
-            "log_tail": tail[-40:],
+            "error": evidence.error if below is None else None,
+            **left,
             "kernel": list(evidence.kernel[-20:]) if explained else [],
             "kernel_unreadable": evidence.kernel_unreadable if explained else None,
         }
@@ -222,7 +234,13 @@ class Generation:
             self._later(death.after, lambda death=death: self._keeper_dies(death))
 
     def _meant(self, rank: int | None) -> list[Rank]:
-        return list(self.ranks.values()) if rank is None else [self.ranks[rank]] if rank in self.ranks else []
+        if rank is None or (self._launched is not None and rank in self._launched.ranks):
+            return list(self.ranks.values())
+        return [self.ranks[rank]] if rank in self.ranks else []
+
+    @property
+    def _launched(self) -> Launched | None:
+        return None if self.start_order is None else self.start_order.launched
 
     def _later(self, after: float, happen: Any) -> None:
         if after <= 0:
@@ -238,7 +256,10 @@ class Generation:
             if one.ended is None:
                 code = None if exit.signal is not None else exit.exit_code
                 failed = failed or code != 0
-                self._exit(one, code, exit.signal, exit)
+                if self._launched is not None and code != 0:
+                    self._exit(one, 1, None, exit)  # however a rank fails, its launcher ends with 1
+                else:
+                    self._exit(one, code, exit.signal, exit)
         if self.state == "running" and (failed or not self.alive()):
             self._begin_stop(self.order.stop_grace)
 
@@ -261,6 +282,7 @@ class Generation:
             exit_code=code,
             signal=signal,
             stopped=stopped,
+            **({"launcher": True} if self._launched is not None else {}),
         )
         if evidence is not None:
             self.evidence[seq] = evidence

@@ -60,14 +60,17 @@ def condition(sick: Sequence[Sick]) -> dict[str, Any]:
     }
 
 
-def gpus(node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+Process = Mapping[str, Any]
+
+
+def gpus(node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequence[Process]]) -> dict[str, Any]:
     """Return what NVML tells of the GPUs.
 
     Args:
         node: Its name.
         count: How many it has.
         sick: What is wrong with it.
-        used: Process ids by GPU.
+        used: Processes by GPU.
     """
     if count == 0:
         return {"unreadable": NO_NVML}
@@ -77,7 +80,16 @@ def gpus(node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequenc
     return {"driver": _DRIVER, "nvml": _NVML, "gpus": [_gpu(node, index, sick, used.get(index, ())) for index in range(count)]}
 
 
-def _gpu(node: str, index: int, sick: Sequence[Sick], pids: Sequence[int]) -> dict[str, Any]:
+def inventory(node: str, count: int, sick: Sequence[Sick], used: Mapping[int, Sequence[Process]]) -> dict[str, Any]:
+    """Return the part of it that a look at the node asks for."""
+    known = gpus(node, count, sick, used)
+    if "gpus" not in known:
+        return known
+    names = ("index", "uuid", "bus_id", "name", "memory", "processes", "lost")
+    return {**known, "gpus": [{name: gpu[name] for name in names if name in gpu} for gpu in known["gpus"]]}
+
+
+def _gpu(node: str, index: int, sick: Sequence[Sick], processes: Sequence[Process]) -> dict[str, Any]:
     if any(one.gpu_lost == index for one in sick):
         return {"index": index, "lost": "GPU_IS_LOST", "bus_id": bus_id(index)}
     pending = any(one.remap_pending == index for one in sick)
@@ -89,16 +101,16 @@ def _gpu(node: str, index: int, sick: Sequence[Sick], pids: Sequence[int]) -> di
         "uuid": f"GPU-{node}-{index}",
         "bus_id": bus_id(index),
         "name": "NVIDIA H100 80GB HBM3",
-        "memory": {"total": _MEMORY, "used": len(pids) * 60 * _GIB},
-        "processes": [{"pid": pid, "used": 60 * _GIB} for pid in pids],
+        "memory": {"total": _MEMORY, "used": len(processes) * _GIB},
+        "processes": [{**process, "used": _GIB} for process in processes],
         "ecc": {"volatile_uncorrected": errors, "aggregate_uncorrected": errors},
         "remapped": {"correctable": 0, "uncorrectable": errors, "pending": pending, "failed": failed},
         "retired_pending": {"unreadable": "NOT_SUPPORTED"},  # rows are remapped since Ampere
         "recovery_action": max(actions, default=0),
-        "throttle": 0 if pids else 1,  # idle
+        "throttle": 0 if processes else 1,  # idle
         "nvlink_errors": {"crc": 0, "replay": 0, "recovery": 0},
         "nvlink_inactive": [],
-        "temperature": 62 if pids else 31,
+        "temperature": 62 if processes else 31,
         "pcie_replays": 0,
     }
 

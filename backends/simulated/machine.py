@@ -23,6 +23,7 @@ from backends.simulated.script import (
     RepairCommand,
     ResetFails,
     Sick,
+    Stranger,
     Takes,
 )
 
@@ -40,6 +41,8 @@ _DOING: dict[RepairCommand, str] = {
     "reset-gpus": "this node's GPUs are being reset",
     "reboot": "this node is being rebooted",
 }
+NVML_WITHIN = 10.0
+"""Seconds that a node gives NVML."""
 KERNEL_LINES, REBOOTS = 200, 20
 """What a probe tells at most, the newest."""
 
@@ -70,6 +73,7 @@ class Machine:
         self._node = node
         self._gpus = gpus
         self._preparing = 0
+        self._strangers: tuple[Stranger, ...] = ()
         self._waiting: set[asyncio.Event] = set()
         self._left: str | None = None
         """The examination that nobody waits for any more."""
@@ -84,12 +88,20 @@ class Machine:
         self.sick = (*self.sick, sick)
         self.kernel_says(sick.kernel)
 
+    def visit(self, stranger: Stranger) -> None:
+        self._strangers = (*self._strangers, stranger)
+
+    def leave(self, stranger: Stranger | None = None) -> None:
+        """None: all of them."""
+        self._strangers = () if stranger is None else tuple(one for one in self._strangers if one is not stranger)
+
     def kernel_says(self, lines: tuple[str, ...]) -> None:
         now = self._node.clock.time()
         self._kernel += [(now, line) for line in lines]
 
     def went_down(self) -> None:
         """Whatever ran on the node is gone, and with it who held it; no other boot has begun."""
+        self.leave()
         if self.held is not None:
             self._note("ended", self.held.by, self.held.id, "lost")
         self.held = None
@@ -136,6 +148,9 @@ class Machine:
         if refused is None and (living := node.living()):
             names = ", ".join(f"job {token.job} generation {token.generation}" for token in living)
             refused = Refused(node.name, "busy", f"{names} runs on this node")
+        if refused is None and self._strangers:
+            uses = ", ".join(f"pid {each.pid} uses GPU {health.bus_id(each.gpu)}" for each in self._strangers)
+            refused = Refused(node.name, "busy", uses)
         if refused is None:
             self.held = Held(command, id, node.stamp())
             self._note("began", command, id)
@@ -173,10 +188,6 @@ class Machine:
         node = self._node
         await self._pass(min(within, self._takes("probe")))
         now, wall = node.clock.time(), node.clock.wall()
-        used: dict[int, list[int]] = {}
-        for one in node.ranks_alive():
-            if self._gpus:
-                used.setdefault(one.local % self._gpus, []).append(one.pid)
         lines = [line for at, line in self._kernel if kernel_since is None or at >= now - kernel_since]
         return {
             "outcome": "done",
@@ -184,12 +195,30 @@ class Machine:
             "stamp": node.stamp(),
             "wall": wall,
             **health.condition(self.sick),
-            "gpus": health.gpus(node.name, self._gpus, self.sick, used),
+            "gpus": health.gpus(node.name, self._gpus, self.sick, self._processes()),
             "kernel": {"lines": lines[-KERNEL_LINES:]},
             "jobs": [asdict(token) for token in node.living()],
             "held": None if self.held is None else self.held.told(),
             "reboots": self._reboots[-REBOOTS:],
         }
+
+    async def inventory(self) -> dict[str, Any]:
+        """What a look at the node reads of the GPUs."""
+        takes = self._takes("gpus")
+        await self._pass(min(takes, NVML_WITHIN))
+        if takes > NVML_WITHIN:
+            return {"unreadable": f"NVML did not answer within {NVML_WITHIN:g} s"}
+        return health.inventory(self._node.name, self._gpus, self.sick, self._processes())
+
+    def _processes(self) -> dict[int, list[dict[str, Any]]]:
+        """Who computes, by GPU."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for one in self._node.ranks_alive():
+            if self._gpus:
+                found.setdefault(one.local % self._gpus, []).append({"pid": one.pid, "ours": True})
+        for each in self._strangers:
+            found.setdefault(each.gpu, []).append({"pid": each.pid, "ours": False, "user": each.user, "program": each.program})
+        return found
 
     def hang_up(self, id: str) -> None:
         """Nobody waits for this examination any more, which ends it, as a session's end does on a real node."""

@@ -27,7 +27,7 @@ from backends.simulated.generation import Generation
 from backends.simulated.machine import Machine, NoAnswer
 from backends.simulated.rank import Rank
 from backends.simulated.record import Record
-from backends.simulated.script import Befalls, Cut, Reboot, Refuse, RepairCommand, Script, Sick, When
+from backends.simulated.script import Befalls, Cut, Reboot, Refuse, RepairCommand, Script, Sick, Stranger, When
 from recovery.model import Token
 
 KEEP = 10
@@ -96,6 +96,7 @@ class Node:
         """Let happen what the script has for this moment, once a generation."""
         happenings: tuple[Befalls, ...] = (
             *self.script.of(Sick, generation, self.name),
+            *self.script.of(Stranger, generation, self.name),
             *self.script.of(Cut, generation, self.name),
             *self.script.of(Reboot, generation, self.name),
         )
@@ -111,6 +112,11 @@ class Node:
     def _suffer(self, happening: Befalls) -> None:
         if isinstance(happening, Sick):
             self.machine.fall_ill(happening)
+            return
+        if isinstance(happening, Stranger):
+            self.machine.visit(happening)
+            if happening.lasts is not None:
+                self.clock.call_later(happening.lasts, partial(self.machine.leave, happening))
             return
         if isinstance(happening, Reboot):
             self.reboot(happening.down_for)

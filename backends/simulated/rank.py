@@ -38,16 +38,25 @@ class Rank:
             at, step = at + more / self.progress.rate, step + more
         return step, max(0.0, now - self.started - at)
 
-    def next_step(self, now: float) -> float:
-        """Return when the step changes next, infinity for never."""
+    def checkpoint(self, now: float) -> int | None:
+        """Return the step of the newest finished one; None: it never said."""
+        finished = [step for at, step in (self.progress.checkpoints if self.progress else ()) if at <= self.elapsed(now)]
+        return finished[-1] if finished else None
+
+    def next_news(self, now: float) -> float:
+        """Return when the step or the checkpoint changes next, infinity for never."""
         if self.progress is None or self.ended is not None or self.progress.unreadable is not None:
             return math.inf
         elapsed = self.elapsed(now)
-        steps = self.progress.steps
+        saved = next((self.started + at for at, _ in self.progress.checkpoints if at > elapsed), math.inf)
+        return min(saved, self._next_step(self.progress, elapsed, now))
+
+    def _next_step(self, progress: Progress, elapsed: float, now: float) -> float:
+        steps = progress.steps
         found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
         if found < len(steps):
             return self.started + steps[found][0]
-        return now + 1 / self.progress.rate if self.progress.rate > 0 else math.inf
+        return now + 1 / progress.rate if progress.rate > 0 else math.inf
 
     def log(self, now: float) -> bytes:
         elapsed = self.elapsed(now)

@@ -55,6 +55,8 @@ class Progress(_MatchesRank):
     hangs: bool = False
     """It goes on running at its last step, also where ranks without a script succeed."""
     phase: str | None = None
+    checkpoints: tuple[tuple[float, int], ...] = ()
+    """Finished ones, as (seconds, step)."""
     unreadable: str | None = None
     """Instead of any step: why the report could not be read."""
 
@@ -132,10 +134,24 @@ class Sick(_Matches):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stranger(_Matches):
+    """A program that relaunch did not start computes on a GPU of the node."""
+
+    gpu: int
+    pid: int = 4242
+    user: str | None = "alice"
+    program: str | None = "python"
+    when: When = "first_call"
+    after: float = 0.0
+    lasts: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Takes(_Matches):
     """How long the node needs for this; without one, no time at all. A reboot that takes time is down for it, once its answer has left."""
 
-    command: Literal["probe"] | RepairCommand
+    command: Literal["probe", "gpus"] | RepairCommand
+    """gpus: what a look at the node reads of them."""
     seconds: float
 
 
@@ -169,7 +185,7 @@ class RebootHangs(_Matches):
     times: int | None = None
 
 
-Befalls = Cut | Reboot | Sick
+Befalls = Cut | Reboot | Sick | Stranger
 Fails = DiagHangs | ResetFails | RebootFails | RebootHangs
 Happening = Exit | Progress | Prints | Lingers | Refuse | KeeperDies | Takes | Befalls | Fails
 T = TypeVar("T", bound=Happening)

@@ -65,7 +65,7 @@ class Stream:
                 return
             due = min(beat + self._heartbeat, max(beat + STEP_PAUSE, step_at))
             if clock.time() >= due:
-                beat, step_at = clock.time(), generation.next_step()
+                beat, step_at = clock.time(), generation.next_news()
                 yield self._line({"heartbeat": self._beat(generation)})
             elif not self._woken.is_set():
                 await wait_for(clock, self._woken, due - clock.time())

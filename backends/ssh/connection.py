@@ -316,7 +316,8 @@ def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
             return Failed(f"{hop.place} said that it speaks SSH and nothing more: the exchange of keys did not end")
         return Failed(f"the exchange of keys with {hop.place} failed: {error}")
     if error is not None and isinstance(error.__context__, EOFError | ConnectionResetError):
-        return Failed(f"{hop.place} closed the connection before it said who it is: too many logins at once (MaxStartups), or not allowed")
+        why = "too many logins at once (MaxStartups), not allowed, or it only begins to run"
+        return Failed(f"{hop.place} closed the connection before it said who it is: {why}")
     if error is not None and error.__context__ is None:
         return Failed(f"what listens at {hop.place} is no SSH server")
     return Failed(f"{hop.place} answers to TCP but says nothing: its sshd hangs, or something else listens there (waited {BANNER:g} s)")

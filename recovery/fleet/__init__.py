@@ -16,7 +16,7 @@ from recovery.fleet import claims as fleet_claims
 from recovery.fleet import memory as fleet_memory
 from recovery.fleet import nodes as fleet_nodes
 from recovery.fleet.allocate import LOOK_FIRST, allocate, yields_at
-from recovery.fleet.board import FRESH, Board, is_due, look_gap
+from recovery.fleet.board import Board
 from recovery.fleet.facts import (
     Applied,
     Claimed,
@@ -35,9 +35,11 @@ from recovery.fleet.facts import (
     RepairEnded,
     ResumeAsked,
 )
+from recovery.fleet.leaves import asked_to_leave
+from recovery.fleet.looks import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
 from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Reclaiming, Standing
 from recovery.fleet.offers import offered, offers_at, released
-from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, Settled, StartRepair
+from recovery.fleet.orders import AskToClaim, Look, Order, Reclaim, Settled, StartRepair
 from recovery.fleet.power import is_silent_since_reboot
 
 SWEEP = timedelta(seconds=60)
@@ -92,12 +94,15 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     state = fleet_nodes.without_gone(fleet_nodes.overdue(fleet_memory.given_up(state, now), now))
     if not state.begun and state.nodes and all(node.looked_at is not None for node in state.nodes):
         state = replace(state, begun=True)
-    state = breaker.opened(state, now)
+    state = breaker.opened(fleet_nodes.short(state, now), now)
     orders: list[Order] = []
     state, permits = breaker.answered(state, now)
+    state = breaker.opened(state, now)  # one that was not allowed, because others share the node, makes it a suspect
     orders += permits
     state, repairs = _repairs(state, now)
     orders += repairs
+    state, leaves = asked_to_leave(state, now)
+    orders += leaves
     wanted: list[int] = []
     before = None
     while before != state.offers:  # what was offered and not taken may be just what somebody waits for
@@ -113,8 +118,8 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
         state = released(state, now)
     state, offers, doubtful = offered(state, board, now)
     orders += offers
-    state, more = _asked(state)
-    orders += more
+    state, claims_again = _asked(state)
+    orders += claims_again
     state, reclaims = _reclaims(state, now, busy)
     orders += reclaims
     state, looks = _looks(state, board, [*wanted, *doubtful], now, busy)
@@ -132,6 +137,7 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
         later.append(state.settles_at)
     if not state.remembered and state.remembers_until is not None:
         later.append(state.remembers_until)
+    later += [node.looked_at + look_gap(node, now) for node in state.nodes if node.looked_at is not None and node.look and node.look.unread]
     later += offers_at(state)
     later += [
         record.waiting_since + LOOK_FIRST
@@ -147,6 +153,8 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
             for node in state.nodes
             if _is_watched(node, held)
         ]
+        # Whoever uses GPUs there may be gone by now.
+        later += [node.read_at + FRESH for node in state.nodes if node.read_at is not None and node.strangers]
     # What is past was done when the state was settled, or nobody wants it, or news of it is on its way.
     times += [at for at in later if at > now]
     return max(min(times), now + AT_LEAST)
@@ -170,18 +178,10 @@ def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
     return replace(state, awaited=awaited, settles_at=state.settles_at or now + SETTLE)
 
 
-def _asked(state: FleetState) -> tuple[FleetState, list[Order]]:
-    """Ask jobs what they hold, and to leave nodes that a person wants: each once."""
-    orders: list[Order] = []
-    if ask := [job for job in state.awaited or () if job not in state.asked]:
-        orders += [AskToClaim(job) for job in ask]
-        state = replace(state, asked=(*state.asked, *ask))
-    for node, drain in [(node, node.drain) for node in state.nodes if node.drain is not None]:
-        holders = [record for record in state.claims if any(place.node == node.name for place in record.places)]
-        if jobs := [record.claim.job for record in holders if not record.closed and record.claim.job not in node.told]:
-            orders += [AskToLeave(job, drain) for job in jobs]
-            state = fleet_nodes.put(state, replace(node, told=(*node.told, *jobs)))
-    return state, orders
+def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
+    """Ask jobs what they hold: each once."""
+    ask = tuple(job for job in state.awaited or () if job not in state.asked)
+    return (replace(state, asked=(*state.asked, *ask)) if ask else state), [AskToClaim(job) for job in ask]
 
 
 # --- ranks that nobody answers for
@@ -256,21 +256,30 @@ def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]
 def _looks(state: FleetState, board: Board, wanted: list[int], now: datetime, busy: frozenset[str]) -> tuple[FleetState, list[Order]]:
     if "look" in busy or not state.nodes:
         return state, []
+    reads = frozenset(index for index in wanted if may_be_read(state.nodes[index], now, FRESH))
     if state.swept_at is None or now - state.swept_at >= SWEEP:
         nodes = list(range(len(state.nodes)))
         state = replace(state, swept_at=now)
     else:
-        # Also where nothing can begin before it is known who lives there: the whole fleet, or one repair.
+        # Also where nothing can begin before it is known who lives there: the whole fleet, or one repair. And a reading may have ended.
         unknown = [
             index
             for index, node in enumerate(state.nodes)
-            if (node.looked_at is None or (node.standing is Standing.SUSPECT and board.is_free(index) and board.has_living(index)))
+            if (
+                node.looked_at is None
+                or (node.look is not None and node.look.unread)
+                or (node.standing is Standing.SUSPECT and board.is_free(index) and board.has_living(index))
+            )
             and is_due(node, now)
         ]
         nodes = list(dict.fromkeys((*wanted, *unknown)))
     if not nodes:
         return state, []
-    order = Look(tuple(state.nodes[index].name for index in nodes))
+    old = [index for index in nodes if may_be_read(state.nodes[index], now, READ_AGAIN) and not board.is_full(index) and index not in reads]
+    # Of a large fleet some with each sweep, whoever was not read for longest first.
+    old.sort(key=lambda index: (at := state.nodes[index].read_at) is not None and at.timestamp())
+    reads |= set(old[: max(0, MOST_READ - len(reads))])
+    order = Look(tuple(state.nodes[index].name for index in nodes), tuple(state.nodes[index].name for index in nodes if index in reads))
     asked = frozenset(nodes)
     records = tuple(replace(node, asked_at=now) if index in asked else node for index, node in enumerate(state.nodes))
     return replace(state, nodes=records, looks=state.looks + 1), [order]

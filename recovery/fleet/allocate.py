@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from recovery.fleet.board import FRESH, Board, Chosen, Shape, fits
+from recovery.fleet.board import Board, Chosen
+from recovery.fleet.looks import FRESH
 from recovery.fleet.model import ClaimRecord, FleetState, Grant, Standing
 from recovery.fleet.orders import TellJob
+from recovery.fleet.shapes import Shape, fits
 from recovery.fleet.words import Words, why_closed
 
 MOST_LOOKS = 512

@@ -11,32 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from recovery.fleet.inventory import GpuUse
+from recovery.fleet.looks import FRESH, is_due, may_be_read
 from recovery.fleet.model import Claim, ClaimRecord, FleetState, Living, NodeRecord, Offered, Place, Standing
+from recovery.fleet.shapes import Kind, Shape, fits, serves
 
-FRESH = timedelta(seconds=10)
-"""How long a node that answered counts as answering: a launch follows a grant within a second or two."""
-LOOK_AGAIN = timedelta(seconds=2)
-"""At a node that did not answer, or is at work, while somebody waits for it."""
 GIVEN_UP = timedelta(minutes=10)
 """A node that has been silent for so long is not waited for, and others get what a large claim would leave free meanwhile."""
 Key = tuple[bool, int, int, int]
 """Spare, how much it is liked (less is more), free GPUs, GPUs: nodes of one key are as good as each other."""
 NOWHERE: Key = (False, 0, -1, -1)
-Shape = tuple[int, bool, frozenset[str]]
-"""What a claim can use: GPUs on each node, spares too, none of these."""
-
-
-def look_gap(record: NodeRecord, now: datetime) -> timedelta:
-    """How long after a look that found it silent the next one is worth it: a node that has been away for long is back at any time."""
-    silent = now - record.silent_since if record.silent_since else timedelta(0)
-    return max(LOOK_AGAIN, silent / 10)
-
-
-def is_due(record: NodeRecord, now: datetime) -> bool:
-    """Whether to look at it again for somebody who waits; not while the answer to the last look may still come."""
-    gap = look_gap(record, now)
-    times = (record.looked_at, record.asked_at)
-    return all(at is None or now - at >= gap for at in times)
 
 
 def holds(offered: Offered, record: ClaimRecord | None, now: datetime) -> bool:
@@ -74,6 +58,8 @@ class Board:
         """By node: who is on it, and with which GPUs."""
         self.contested: set[tuple[int, str]] = set()
         """Who says that it has what another one has: it spoke so late that a fleet which was started anew gave it away."""
+        self.visited: dict[int, frozenset[int]] = {}
+        """By node: the GPUs that strangers use."""
         self.living: dict[str, list[tuple[int, Living]]] = {}
         """By job: where ranks of it live."""
         self.offered: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -84,12 +70,12 @@ class Board:
         self._doubtful: dict[Key, list[int]] = {}
         """They would be free if they answered, or if who lives there were gone."""
         self._where: dict[int, tuple[dict[Key, list[int]], Key]] = {}
-        self._eventual = Counter[tuple[bool, int]]()
+        self._eventual = Counter[Kind]()
         self._in_file = Counter[tuple[bool, int]]()
         for record in state.claims:
             for place in record.places:
                 if (node := self.index.get(place.node)) is not None:
-                    if node in self.holders and not set(place.gpus or self._all(node)) <= set(self.free_gpus(node)):
+                    if node in self.holders and not set(place.gpus or self._all(node)) <= set(self.unclaimed(node)):
                         self.contested.add((node, record.claim.job))
                     self.holders.setdefault(node, {})[record.claim.job] = place.gpus
         records = {record.claim.job: record for record in state.claims} if state.offers else {}
@@ -101,15 +87,21 @@ class Board:
         for node, one in enumerate(self.nodes):
             for living in one.look.living if one.look else ():
                 self.living.setdefault(living.job, []).append((node, living))
+            if one.inventory is not None and one.inventory.used and (strangers := one.strangers):
+                self.visited[node] = frozenset(gpu for use in strangers for gpu in use.gpus)
             if not one.gone:
                 self._in_file[one.spec.spare, one.spec.gpus] += 1
             if self._is_eventual(one):
-                self._eventual[one.spec.spare, one.spec.gpus] += 1
+                self._eventual[self._kind(node)] += 1
             self._put(node)
 
     # --- nodes
 
     def free_gpus(self, node: int, job: str = "") -> tuple[int, ...]:
+        """Which GPUs this job may have: no other job has them, and no stranger was seen on them."""
+        return tuple(gpu for gpu in self.unclaimed(node, job) if gpu not in self.visited.get(node, ()))
+
+    def unclaimed(self, node: int, job: str = "") -> tuple[int, ...]:
         """Which GPUs nobody but this job may have."""
         free = set(self._all(node))
         for has in (self.holders.get(node, {}), self.offered.get(node, {})):
@@ -133,7 +125,20 @@ class Board:
         one = self.nodes[node]
         if one.look is None or one.looked_at is None or one.look.silent or one.look.held:
             return False
+        if one.spec.gpus and (one.read_at is None or self.now - one.read_at >= FRESH):
+            return False
         return self.now - one.looked_at < FRESH and not self.is_lived_on(node, job)
+
+    def in_the_way(self, node: int, need: int) -> tuple[GpuUse, ...]:
+        """The strangers but for whom somebody who wants so many GPUs (0: all) could have them here."""
+        wanted = need or self.nodes[node].spec.gpus
+        if node not in self.visited or not len(self.free_gpus(node)) < wanted <= len(self.unclaimed(node)):
+            return ()
+        return self.nodes[node].strangers
+
+    def is_full(self, node: int) -> bool:
+        """Jobs have all of it."""
+        return node in self.holders and not self.unclaimed(node)
 
     def is_free(self, node: int) -> bool:
         return node not in self.holders
@@ -144,7 +149,7 @@ class Board:
 
     def _is_usable(self, node: int) -> bool:
         one = self.nodes[node]
-        return one.standing is Standing.IN_SERVICE and one.drain is None and not one.gone and not one.repair
+        return one.standing is Standing.IN_SERVICE and one.drain is None and not one.gone and not one.repair and not one.short
 
     def _is_eventual(self, one: NodeRecord) -> bool:
         """Whether somebody may get it without a person's help, in the end."""
@@ -156,7 +161,8 @@ class Board:
         if not self._is_usable(node):
             return
         spec = self.nodes[node].spec
-        free = len(self.free_gpus(node)) if node in self.holders or node in self.offered else spec.gpus
+        shared = node in self.holders or node in self.offered or node in self.visited
+        free = len(self.free_gpus(node)) if shared else spec.gpus
         if spec.gpus and not free:
             return
         # What is shared already is shared further; nodes without GPUs have nothing to share, so the emptiest is the best.
@@ -194,7 +200,9 @@ class Board:
             if node is None or name not in held or name in avoid or (node, record.claim.job) in self.contested:
                 continue
             one = self.nodes[node]
-            if one.drain is None and one.standing in (Standing.IN_SERVICE, Standing.QUARANTINED):
+            wish = one.drain or one.leave
+            stays = wish is not None and name in record.claim.stays and self.now < wish.until
+            if stays or (one.drain is None and one.standing in (Standing.IN_SERVICE, Standing.QUARANTINED)):
                 found.append(node)
         return found[: record.claim.up_to]
 
@@ -232,7 +240,21 @@ class Board:
             stale = [node for node in doubts if self._only_stale(node)]
             chosen.hopeful, chosen.stale = len(stale) >= chosen.missing, len(stale)
             chosen.looks = [node for node in (stale if chosen.hopeful else doubts) if is_due(self.nodes[node], self.now)]
+            chosen.looks += () if chosen.hopeful else self._visited_for(shape, frozenset((*own, *new, *doubts)))
         return chosen
+
+    def _visited_for(self, shape: Shape, without: frozenset[int]) -> list[int]:
+        """What it could have if strangers had left, and nobody has looked lately whether they have."""
+        return [
+            node
+            for node in sorted(self.visited)
+            if node not in without
+            and self._is_usable(node)
+            and fits(self.nodes[node], shape)
+            and self.in_the_way(node, shape[0])
+            and may_be_read(self.nodes[node], self.now, FRESH)
+            and is_due(self.nodes[node], self.now)
+        ]
 
     def _choose_more(self, record: ClaimRecord, shape: Shape, chosen: Chosen, alone: bool) -> None:
         """What nobody has to wait for. Spares and what others wait for take the place of what it had, and make no job larger."""
@@ -301,11 +323,14 @@ class Board:
 
     def could_have(self, record: ClaimRecord, shape: Shape, chosen: Chosen) -> bool:
         """Whether there will be enough once jobs end and repairs end, with nobody's help."""
-        need, spares, avoid = shape
-        count = sum(n for (spare, gpus), n in self._eventual.items() if gpus >= need and (spares or not spare))
-        out = {node for name in avoid if (node := self.index.get(name)) is not None} | set(chosen.kept)
-        count -= sum(self._is_eventual(self.nodes[node]) and fits(self.nodes[node], shape, with_avoided=True) for node in out)
+        count = sum(n for kind, n in self._eventual.items() if serves(kind, shape))
+        out = {node for name in shape[2] if (node := self.index.get(name)) is not None} | set(chosen.kept)
+        count -= sum(self._is_eventual(self.nodes[node]) and serves(self._kind(node), shape) for node in out)
         return count + len(chosen.kept) >= record.claim.nodes
+
+    def _kind(self, node: int) -> Kind:
+        spec, visited = self.nodes[node].spec, self.visited.get(node, ())
+        return spec.spare, spec.gpus - len(visited), not visited
 
     def reserve(self, job: str, shape: Shape) -> None:
         """Keep whatever this shape could ever use from all who come after."""
@@ -370,10 +395,3 @@ class Board:
         """Nothing speaks against it but that the last look is too old."""
         look = self.nodes[node].look
         return look is None or not (look.silent or look.held or self.is_lived_on(node))
-
-
-def fits(record: NodeRecord, shape: Shape, *, with_avoided: bool = False) -> bool:
-    need, spares, avoid = shape
-    if record.spec.gpus < need or (record.spec.spare and not spares):
-        return False
-    return with_avoided or record.name not in avoid

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 
 from recovery.facts import text
 from recovery.fleet.facts import PauseAsked, PermitWanted, ResumeAsked
+from recovery.fleet.leaves import shared, sharing
 from recovery.fleet.memory import is_remembering
 from recovery.fleet.model import Answered, Breaker, FleetState, Permit, PermitRequest, Standing
 from recovery.fleet.nodes import find, is_awaiting, is_out, noticed, put, under_repair
@@ -71,13 +72,18 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
         return _said(state, request, False, f"{request.node} is not in fleet {state.name}")
     if not may_repair(state):
         return state
+    if (request.power or request.job) and is_awaiting(state, now):
+        return state  # a job may still say that it has the node
+    if request.job and (others := sharing(state, record, request.job)):
+        if all(one.closed for one in others):
+            return state  # what is left of them is being stopped
+        state, refused = shared(state, record, request, [one for one in others if not one.closed], now)
+        return _said(state, request, False, refused)
     # A request does not wait for repairs that only examine: each of them may be waiting for the same thing.
     acting = sum(node.repair_acts and node.name != request.node for node in state.nodes)
     most = repairs_at_once(state)
     if acting >= most:
         return state
-    if request.power and is_awaiting(state, now):
-        return state  # a job may still say that it has the node
     record, refused = restarted(state, record, request, now)
     if refused:
         return _said(state, request, False, refused)

@@ -43,6 +43,7 @@ def _worth(record: NodeRecord) -> NodeRecord:
         by=record.by if out else "",
         since=record.since if out else None,
         drain=record.drain,
+        leave=record.leave,
         power_cycles=record.power_cycles,
         marks=record.marks,
         verdict=record.verdict,
@@ -103,7 +104,8 @@ def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
     # A person who has released it since has said the last word; so has whoever took it out of service anew. A job that suspects it has not.
     is_news = record.standing is not Standing.IN_SERVICE or record.since is not None
     if is_news and not (record.standing is Standing.SUSPECT and known.standing is Standing.QUARANTINED):
-        return record
+        # Until when others have to leave a suspect has been said.
+        return replace(record, leave=known.leave) if record.standing is known.standing is Standing.SUSPECT else record
     old = {_name(mark) for mark in known.marks}
     new = tuple(mark for mark in record.marks if _name(mark) not in old)
     return replace(
@@ -113,6 +115,7 @@ def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
         by=known.by,
         since=known.since,
         drain=known.drain,
+        leave=known.leave,
         marks=tuple(sorted((*known.marks, *new), key=lambda mark: mark.at)),
         verdict=record.verdict or known.verdict,
         verdict_at=record.verdict_at or known.verdict_at,

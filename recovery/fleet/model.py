@@ -7,12 +7,13 @@ newest counts, so one that comes twice, late or after its own withdrawal changes
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Literal
 
 from recovery.causes import Cause
 from recovery.evidence import Verdict
+from recovery.fleet.inventory import GpuUse, Inventory, shortage
 from recovery.spec import FleetLimits, FleetNode
 
 # --- between a job and its fleet --------------------------------------------------------------------------------------------
@@ -73,6 +74,8 @@ class Claim:
     """Nodes of the generation before: a spare may take the place of one of those, and makes no job larger."""
     more_at: datetime | None = None
     """It runs on what it keeps, and may be offered more, up to `most`, from then on. None: `most` is wanted now."""
+    stays: tuple[str, ...] = ()
+    """Those of `keep` that it was asked to leave and is on still: it has a while for that."""
 
     @property
     def up_to(self) -> int:
@@ -110,13 +113,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """A job is asked to leave a node, for maintenance."""
+    """A job is asked to leave a node: for maintenance, or because it has to be examined and others were on it too."""
 
     node: str
     because: str
     by: str
     until: datetime
-    """When it has to have left; sooner when it launches anew anyway."""
+    """When it has to have left; sooner at its next checkpoint, or when it launches anew anyway."""
+    withdrawn: bool = False
+    """Nobody asks that any more."""
 
 
 # --- what is known of nodes --------------------------------------------------------------------------------------------------
@@ -142,6 +147,12 @@ class NodeLook:
     held: str = ""
     """Who works on it (an examination, a repair), a clause; empty: nobody. It is in no job's way otherwise."""
     living: tuple[Living, ...] = ()
+    inventory: Inventory | None = None
+    """Of its GPUs, where they were read for this look; the record of the node keeps it."""
+    read_ago: timedelta = timedelta(0)
+    """How old that was by then: a reading that took long is told with the next look."""
+    unread: bool = False
+    """Its GPUs were to be read for this look, and the reading had not come to an end."""
 
 
 class Standing(StrEnum):
@@ -183,6 +194,10 @@ class NodeRecord:
     look: NodeLook | None = None
     """The newest one."""
     looked_at: datetime | None = None
+    inventory: Inventory | None = None
+    """Of its GPUs, as they were read last."""
+    read_at: datetime | None = None
+    """When that was; None: never, or before something was done to it."""
     silent_since: datetime | None = None
     repair: str = ""
     """The repair under way, whoever ordered it: its workflow's id and run, `repair/gpus/n2/RUN`; without the run while it was ordered and
@@ -202,7 +217,9 @@ class NodeRecord:
     rebooted_at: datetime | None = None
     """When a reboot or a power cycle was permitted last."""
     drain: Withdraw | None = None
-    """Whoever is on it was asked to leave; nobody new comes."""
+    """A person wants it empty: whoever is on it was asked to leave; nobody new comes."""
+    leave: Withdraw | None = None
+    """The fleet wants it empty: it is a suspect, others were on it too, and they were asked to leave."""
     told: tuple[str, ...] = ()
     """Jobs that were asked to leave."""
     marks: tuple[Mark, ...] = ()
@@ -215,6 +232,17 @@ class NodeRecord:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def strangers(self) -> tuple[GpuUse, ...]:
+        """Who uses GPUs of it that are relaunch's to give, and is none of its jobs."""
+        given = [(tuple(gpu for gpu in use.gpus if gpu < self.spec.gpus), use.who) for use in self.inventory.used] if self.inventory else []
+        return tuple(GpuUse(gpus, who) for gpus, who in given if gpus)
+
+    @property
+    def short(self) -> str:
+        """What it lacks of the GPUs that the fleet file promises, in words; empty: nothing, or nobody knows."""
+        return shortage(self.inventory, self.spec.gpus) if self.inventory and self.read_at and self.spec.gpus else ""
 
 
 @dataclass(frozen=True, slots=True)

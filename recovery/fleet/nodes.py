@@ -83,7 +83,7 @@ def without_gone(state: FleetState) -> FleetState:
 
 
 def in_service(record: NodeRecord, now: datetime) -> NodeRecord:
-    return replace(record, standing=Standing.IN_SERVICE, because="", by="", since=now, drain=None, told=())
+    return replace(record, standing=Standing.IN_SERVICE, because="", by="", since=now, drain=None, leave=None)
 
 
 def quarantined(record: NodeRecord, by: str, because: str, now: datetime) -> NodeRecord:
@@ -116,7 +116,32 @@ def looked(state: FleetState, looks: tuple[NodeLook, ...], now: datetime) -> Fle
 def _seen(record: NodeRecord, look: NodeLook | None, now: datetime) -> NodeRecord:
     if look is None:
         return record
+    if look.inventory is not None:
+        record = replace(record, inventory=look.inventory, read_at=now - look.read_ago)
+    look = replace(look, inventory=None, read_ago=timedelta(0))
     return replace(record, look=look, looked_at=now, silent_since=(record.silent_since or now) if look.silent else None)
+
+
+def short(state: FleetState, now: datetime) -> FleetState:
+    """Suspect nodes that lack GPUs, once nobody uses them: what a job meets there is for the job's own fault handling."""
+    if not state.begun or is_awaiting(state, now) or not any(node.short for node in state.nodes):
+        return state
+    held = {place.node for record in state.claims for place in record.places}
+    nodes = (
+        replace(node, standing=Standing.SUSPECT, because=node.short, by=RELAUNCH, since=now)
+        if _is_idle(node, held) and node.short
+        else node
+        for node in state.nodes
+    )
+    return replace(state, nodes=tuple(nodes))
+
+
+def _is_idle(record: NodeRecord, held: set[str]) -> bool:
+    if record.standing is not Standing.IN_SERVICE or record.repair or record.gone or record.name in held:
+        return False
+    if record.strangers:  # an examination would be refused, and the node kept out for that
+        return False
+    return record.look is not None and not (record.look.silent or record.look.held or record.look.living)
 
 
 # --- repairs
@@ -143,7 +168,8 @@ def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetSt
     repair = f"{fact.workflow}/{fact.run}"
     if record is None or record.repair not in ("", repair, fact.workflow) or record.repair_ended == repair:
         return state
-    record = replace(record, repair="", repair_since=None, repair_acts=False, repair_ended=repair)
+    # What was read of its GPUs before that says nothing any more.
+    record = replace(record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None)
     if fact.verdict is not Verdict.UNKNOWN:
         record = replace(record, verdict=fact.verdict, verdict_at=now, verdict_because=text(fact.because))
     if fact.job and record.standing is not Standing.REPAIRING:
@@ -203,7 +229,7 @@ def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) ->
     if record is None:
         return noticed(state, f"{by} asked to quarantine {fact.node}, which is not in fleet {state.name}", now)
     drain = None if fact.drain_within is None else Withdraw(record.name, because, by, now + fact.drain_within)
-    record = replace(record, drain=drain, told=record.told if drain == record.drain else ())
+    record = replace(record, drain=drain, told=record.told if drain in (None, record.drain) else ())
     how = "" if drain is None else f", to be left by {drain.until.isoformat(timespec='minutes')}"
     return noticed(put(state, quarantined(record, by, because, now)), f"{by} quarantined {record.name}{how}: {because}", now)
 
@@ -213,5 +239,5 @@ def release_asked(state: FleetState, fact: ReleaseAsked, now: datetime) -> Fleet
     record = find(state, fact.node)
     if record is None or record.gone:
         return noticed(state, f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}", now)
-    record = all_retracted(in_service(record, now), f"{by} released it: {because}")
+    record = all_retracted(replace(in_service(record, now), read_at=None), f"{by} released it: {because}")
     return noticed(put(state, record), f"{by} released {record.name}: {because}", now)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from recovery.fleet.allocate import order_of
-from recovery.fleet.board import Board, holds, is_due
+from recovery.fleet.board import Board, holds
+from recovery.fleet.looks import is_due
 from recovery.fleet.model import ClaimRecord, FleetState, Offered
 from recovery.fleet.orders import TellOffer
 from recovery.fleet.words import why_closed
@@ -69,5 +70,5 @@ def _wishes(state: FleetState, record: ClaimRecord, now: datetime) -> bool:
     claim = record.claim
     if claim.more_at is None or now < claim.more_at or claim.most <= len(claim.keep) or record.closed or record.waits:
         return False
-    drained = {node.name for node in state.nodes if node.drain is not None}
-    return all(one.job != claim.job for one in state.offers) and not any(place.node in drained for place in record.places)
+    wanted = {node.name for node in state.nodes if node.drain is not None or node.leave is not None}
+    return all(one.job != claim.job for one in state.offers) and not any(place.node in wanted for place in record.places)

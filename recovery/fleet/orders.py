@@ -13,6 +13,8 @@ class Look:
     """Look at these nodes now: somebody waits for them, or it is time. Not ordered again while one is under way."""
 
     nodes: tuple[str, ...]
+    read: tuple[str, ...] = ()
+    """Of these also the GPUs: what they are, and who computes there."""
 
 
 @dataclass(frozen=True, slots=True)

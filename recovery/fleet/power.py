@@ -22,7 +22,7 @@ def restarted(state: FleetState, record: NodeRecord, request: PermitRequest, now
     """Count what is asked for, or say why it must not be."""
     if request.step != "reboot":
         return record, ""
-    if request.power and (why := _in_use(state, record, request.job)):
+    if request.power and (why := in_use(state, record, request.job)):
         return record, why
     recent = tuple(at for at in record.power_cycles if now - at < RESTARTS_WITHIN)
     times = len(recent) + request.restarts
@@ -39,7 +39,8 @@ def is_silent_since_reboot(record: NodeRecord) -> bool:
     return timedelta(0) <= record.silent_since - record.rebooted_at < GOES_DOWN_WITHIN
 
 
-def _in_use(state: FleetState, record: NodeRecord, job: str) -> str:
+def in_use(state: FleetState, record: NodeRecord, job: str) -> str:
+    """Why nobody but this job may have the node treated, a clause; empty: nobody else has it."""
     others = [one.claim.job for one in state.claims if one.claim.job != job and any(place.node == record.name for place in one.places)]
     others += [one.job for one in (record.look.living if record.look else ()) if one.job != job]
     if not others:

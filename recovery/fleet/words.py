@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from recovery.facts import text
-from recovery.fleet.board import Board, Chosen, Shape, fits
+from recovery.fleet.board import Board, Chosen
+from recovery.fleet.inventory import used_by
 from recovery.fleet.memory import is_remembering
 from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
 from recovery.fleet.nodes import is_awaiting
+from recovery.fleet.shapes import Shape, fits
 
 NAMED = 3
 """Of each kind; the rest is counted."""
@@ -126,6 +128,10 @@ class Words:
                 out.append(f"{node.name} is {node.standing} ({text(node.because, 80)})")
             elif node.look is not None and node.look.silent:
                 silent.append(f"{node.name} does not answer ({text(node.look.silent, 80)})")
+            elif node.short:
+                blocked.append(f"{node.name}: {node.short}")
+            elif uses := board.in_the_way(index, shape[0]):
+                blocked.append(f"{node.name}: {text(used_by(uses), 160)}")
             elif index not in board.holders and (why := _in_the_way(node)):
                 blocked.append(f"{node.name}: {why}")
             elif index in board.offered and node.spec.gpus:

@@ -64,7 +64,7 @@ class Stand:
     def watch_input(self, **changes: Any) -> WatchRanksInput:
         nodes = tuple(node.name for node in self.fleets.known.nodes[: self.spec.node_count])
         hang = HangLimits(after="off")
-        given = WatchRanksInput(TOKEN, "default", nodes, self.spec.ranks_per_node, datetime.now(UTC), self.timeouts, hang)
+        given = WatchRanksInput(TOKEN, "default", nodes, self.spec.processes_per_node, datetime.now(UTC), self.timeouts, hang)
         return replace(given, **changes)
 
     async def watch(self, running: ActivityEnvironment | None = None, **changes: Any) -> WatchReport:
@@ -77,11 +77,17 @@ class Stand:
 
 
 def stand(
-    script: Script | None = None, *, nodes: int = 2, ranks: int = 2, spares: int = 0, timeouts: dict[str, str] | None = None
+    script: Script | None = None,
+    *,
+    nodes: int = 2,
+    ranks: int = 2,
+    spares: int = 0,
+    timeouts: dict[str, str] | None = None,
+    launcher: str = "none",
 ) -> Stand:
     spec = fleet(nodes, spares)
     backend = SimulatedBackend(spec, script)
-    job = JobSpec.model_validate({"name": "llama", "command": ["train"], "nodes": nodes, "nproc_per_node": ranks})
+    job = JobSpec.model_validate({"name": "llama", "command": ["train"], "nodes": nodes, "nproc_per_node": ranks, "launcher": launcher})
     return Stand(backend, SimulatedFleets(spec, backend), FakeServer(), job, policy(timeouts).timeouts)
 
 

@@ -16,11 +16,13 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
 import activities.fleet
+import activities.readings
 from activities.fleet import FLEET_UNKNOWN, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
 from activities.job import LaunchRanksOutput
 from backends.base import Prepared, PrepareOrder, Started, StartOrder
-from backends.simulated import Lingers, Script, SimulatedBackend, Takes
+from backends.simulated import Lingers, ManualClock, Script, Sick, SimulatedBackend, Stranger, Takes
 from recovery.fleet.facts import Applied
+from recovery.fleet.inventory import GpuUse, Inventory
 from recovery.fleet.model import Claim, FleetState, Living, NodeLook, NodeRecord, Standing
 from recovery.model import Token
 from recovery.spec import FleetLimits
@@ -200,6 +202,84 @@ async def test_ranks_of_another_namespace_keep_a_node_from_being_given_away_and_
     fleet = await launched()
     looks = await look(fleet, "n1", namespace="other")
     assert (looks["n1"].living, looks["n1"].held) == ((), "job llama of namespace default runs on it")
+
+
+# --- and at GPUs
+
+
+def with_gpus(fleet: Stand, *happenings: Any) -> None:
+    fleet.fleets.known = spec = fleet_of(2, gpus=2)
+    fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, Script(happenings))
+
+
+async def read_gpus(asked: FleetActivities, *nodes: str, read: tuple[str, ...] | None = None) -> dict[str, NodeLook]:
+    looks = await environment().run(asked.look_at_nodes, LookInput("default", nodes, nodes if read is None else read))
+    return {one.node: one for one in looks}
+
+
+async def test_s2_10_gpus_are_read_with_a_look_where_that_is_wanted() -> None:
+    fleet = stand()
+    with_gpus(fleet, Stranger(node="n1", gpu=1), Sick(node="n2", gpu_lost=0))
+    asked, _ = of(fleet)
+    looks = await read_gpus(asked, "n1", "n2")
+    first, second = (looks[node].inventory for node in ("n1", "n2"))
+    assert first is not None and second is not None
+    assert (first.model, first.count, first.used) == ("NVIDIA H100 80GB HBM3", 2, (GpuUse((1,), "alice (python, pid 4242)"),))
+    assert (second.count, second.lost) == (1, ("0000:1b:00.0",))
+    assert (looks["n1"].read_ago, looks["n1"].unread) == (timedelta(0), False)
+    fleet.backend.cut("n2")
+    looks = await read_gpus(asked, "n1", "n2", read=("n2",))
+    assert (looks["n1"].inventory, looks["n2"].inventory, looks["n2"].unread) == (None, None, False)
+    assert "no answer" in looks["n2"].silent
+
+
+async def test_gpus_of_a_node_at_which_somebody_works_are_not_read() -> None:
+    fleet = stand()
+    with_gpus(fleet, Takes(node="n2", command="diagnose", seconds=600.0))
+    checking = asyncio.create_task(fleet.backend.diagnose("n2", "grace", 1, 600.0))
+    await eventually(lambda: any(one.kind == "began" for one in fleet.backend.upkeep), "began")
+    look = (await read_gpus(of(fleet)[0], "n2"))["n2"]
+    assert (look.held, look.inventory, look.unread) == ("diagnose (grace) works on it", None, False)
+    checking.cancel()
+
+
+async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activities.readings, "PATIENCE", 0.05)
+    clock = ManualClock()
+    fleet = stand()
+    fleet.fleets.known = spec = fleet_of(2, gpus=2)
+    fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, Script((Takes(node="n1", command="gpus", seconds=99.0),)), clock)
+    asked, _ = of(fleet)
+    for _ in range(2):
+        looks = await read_gpus(asked, "n1", "n2")
+        assert (looks["n1"].inventory, looks["n1"].unread, looks["n1"].silent) == (None, True, "")
+        assert looks["n2"].inventory is not None
+    assert sum(call.node == "n1" for call in fleet.backend.calls) == 3, "one reading, and a look each time"
+    await clock.advance(10.0)
+    looks = await read_gpus(asked, "n1")
+    assert looks["n1"].inventory == Inventory(unreadable="NVML did not answer within 10 s")
+    assert looks["n1"].read_ago < timedelta(seconds=PATIENCE)
+
+
+async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activities.readings, "PATIENCE", 0.05)
+    monkeypatch.setattr(activities.readings, "KEPT", 0.0)
+    clock = ManualClock()
+    fleet = stand()
+    fleet.fleets.known = spec = fleet_of(1, gpus=2)
+    fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, Script((Takes(node="n1", command="gpus", seconds=5.0),)), clock)
+    asked, _ = of(fleet)
+    assert (await read_gpus(asked, "n1"))["n1"].unread
+    await clock.advance(10.0)
+    assert (await read_gpus(asked, "n1"))["n1"].unread, "another one"
+
+
+async def test_an_agent_that_does_not_read_gpus_leaves_them_unread_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = stand()
+    with_gpus(fleet)
+    old = fleet.backend.list
+    monkeypatch.setattr(fleet.backend, "list", lambda node, gpus=False: old(node))
+    assert (await read_gpus(of(fleet)[0], "n1"))["n1"].inventory == Inventory(unreadable="the node's answer lacks it")
 
 
 # --- the file

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from activities.observations import KERNEL_LINE, KERNEL_LINES, observation_from
-from backends.simulated import Exit, KeeperDies, Script
-from recovery.events import FaultObserved, RankExited, RanksVanished
+from activities.observations import KERNEL_LINE, KERNEL_LINES, observation_from, observations_from
+from backends.base import StartOrder
+from backends.simulated import Exit, KeeperDies, Progress, Script
+from recovery.diagnose import diagnose
+from recovery.events import FaultObserved, ProgressSeen, RankExited, RanksVanished
 from tests.activities.harness import stand
+from tests.recovery.builders import running
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
@@ -71,3 +75,90 @@ async def test_a_watch_reports_what_the_kernel_said_when_a_keeper_died() -> None
     vanished = fault.observations[0]
     assert isinstance(vanished, RanksVanished)
     assert vanished.kernel == ("Out of memory: Killed process 7 (relaunch-keep)",)
+
+
+TOLD = (Path(__file__).parents[1] / "recovery" / "samples" / "launchers" / "torchrun_2.13.0.txt").read_text().splitlines()
+"""Rank 3 of four was killed while rank 2 raised an exception."""
+BELOW = [{"rank": rank, "pid": 26127 + rank, "error": None, "log_tail": [f"rank {rank}"]} for rank in range(4)]
+RAISED = {"message": {"message": "ConnectionResetError: a peer closed its connection", "extraInfo": {"timestamp": "1795306911"}}}
+LATER = {"message": {"message": "ValueError", "extraInfo": {"timestamp": "1795306999"}}}
+LAUNCHER = {**EXIT, "launcher": True, "log_tail": TOLD, "launched": BELOW}
+
+
+def read(**changes: Any) -> list[RankExited]:
+    seen = observations_from("n1", {**LAUNCHER, **changes}, AT)
+    assert all(isinstance(one, RankExited) for one in seen)
+    return [one for one in seen if isinstance(one, RankExited)]
+
+
+def test_the_end_of_a_launcher_is_read_as_that_of_its_ranks_the_first_one_first() -> None:
+    first, *others = read()
+    assert (first.rank, first.local_rank, first.pid, first.exit_code, first.signal) == (3, 3, 26130, None, 9)
+    assert (first.log_tail, first.stopped, first.launcher) == (("rank 3",), False, False)
+    assert [(one.rank, one.signal, one.stopped) for one in others] == [(rank, 15, True) for rank in range(3)]
+    assert [one.at for one in (first, *others)] == [AT + timedelta(milliseconds=number) for number in range(4)]
+
+
+def test_a_rank_that_had_raised_an_exception_when_its_launcher_ended_it_ended_by_that() -> None:
+    told = [{**one, "error": RAISED} if one["rank"] == 2 else one for one in BELOW]
+    raised = next(one for one in read(launched=told) if one.rank == 2)
+    assert (raised.exit_code, raised.signal, raised.stopped) == (1, None, False)
+    assert raised.error is not None and raised.error.message == "ConnectionResetError: a peer closed its connection"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"log_tail": ["No module named torch"], "launched": []}, id="it had no ranks"),
+        pytest.param({"log_tail": ["Killed"]}, id="it says nothing of its ranks"),
+        pytest.param({"launched": []}, id="no rank said that it was there"),
+        pytest.param({"exit_code": 0}, id="it ended well"),
+        pytest.param({"stopped": True}, id="it was stopped"),
+        pytest.param({"exit_code": None, "signal": 9, "log_tail": [], "launched": [{**BELOW[0], "error": RAISED}]}, id="it was killed"),
+    ],
+)
+def test_a_launcher_that_says_nothing_of_its_ranks_is_told_as_itself(changes: dict[str, Any]) -> None:
+    (seen,) = read(**changes)
+    assert (seen.rank, seen.launcher, seen.pid) == (8, True, 4242)
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_cause_although_its_launcher_saw_it_first() -> None:
+    """Real launchers of eight ranks did that two times in eight."""
+    lines = [
+        "failed (exitcode: 1) local_rank: 0 (pid: 26127) of binary: python",
+        "{0: ProcessFailure(local_rank=0, pid=26127, exitcode=1, ), 3: ProcessFailure(local_rank=3, pid=26130, exitcode=-9, )}",
+    ]
+    told = [{**BELOW[0], "error": RAISED}, *BELOW[1:]]
+    seen = read(log_tail=lines, launched=told)
+    assert [one.rank for one in seen] == [0, 3]
+    found = diagnose(running(launcher="torchrun"), FaultObserved(1, tuple(seen), 0, AT))
+    assert "rank 3 on n1 was killed by SIGKILL" in found.because
+    assert found.ranks == (3,)
+
+
+def test_where_a_launcher_says_nothing_the_rank_that_wrote_an_error_first_failed_first() -> None:
+    told = [{**BELOW[0], "error": LATER}, {**BELOW[1], "error": RAISED}]
+    (seen,) = read(log_tail=["Killed"], launched=told)
+    assert (seen.rank, seen.exit_code, seen.launcher) == (1, 1, False)
+
+
+async def test_a_watch_names_the_rank_below_a_launcher_and_reads_progress_from_all_of_them() -> None:
+    fleet = stand(Script((Progress(steps=((0.0, 7),)), Exit(rank=3, signal=9, after=0.2))), launcher="torchrun")
+    await fleet.launch()
+    report = await fleet.watch()
+    fault = report.events[-1]
+    assert isinstance(fault, FaultObserved)
+    first = fault.observations[0]
+    assert isinstance(first, RankExited)
+    assert (first.node, first.rank, first.signal, first.launcher) == ("n2", 3, 9, False)
+    orders = [call.order for call in fleet.backend.calls if isinstance(call.order, StartOrder)]
+    assert [(order.command[0], order.launched and order.launched.ranks) for order in orders] == [("torchrun", (0, 1)), ("torchrun", (2, 3))]
+    assert {one.step for one in report.events if isinstance(one, ProgressSeen)} == {7}
+
+
+async def test_a_job_below_launchers_has_succeeded_when_they_have() -> None:
+    fleet = stand(Script((Exit(exit_code=0),)), launcher="torchrun")
+    await fleet.launch()
+    report = await fleet.watch()
+    assert report.all_succeeded
+    assert report.exited == {"n1": (4,), "n2": (5,)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,86 @@ def generation(tmp_path: Path) -> Generation:
 
 @pytest.mark.parametrize(("text", "step"), [("12", 12), (" 12\n", 12), ("12.0", 12), ('{"step": 3, "on": true, "s": "x"}', 3), ("0", 0)])
 def test_steps(text: str, step: int) -> None:
-    assert parse_file(text) == {"step": step, "values": {}, "phase": None}
+    assert parse_file(text) == {"step": step, "values": {}, "phase": None, "checkpoint": None}
 
 
 @pytest.mark.parametrize("text", ["", "twelve", "{", "[]", "null", "true", "-1", "1.5", "NaN", "{}", '{"step": "1"}', "[" * 99999])
 def test_what_is_not_a_step(text: str) -> None:
     with pytest.raises(Unreadable):
         parse_file(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "checkpoint"),
+    [
+        ('{"step": 130, "loss": 3.1, "checkpoint": 120}', 120),
+        ('{"step": 3, "checkpoint": 0}', 0),
+        ('{"step": 3, "checkpoint": 2.0}', 2),
+        ('{"step": 3, "checkpoint": null}', None),
+    ],
+)
+def test_the_newest_finished_checkpoint_is_told_beside_the_step_and_is_no_value(text: str, checkpoint: int | None) -> None:
+    read = parse_file(text)
+    assert (read["checkpoint"], "checkpoint" in read["values"]) == (checkpoint, False)
+
+
+@pytest.mark.parametrize("written", ['"120"', "-1", "1.5", "true", "[]"])
+def test_what_is_no_checkpoint_is_unreadable_as_a_step_would_be(written: str) -> None:
+    with pytest.raises(Unreadable, match=r"^checkpoint is .*; expected a whole number of at least 0$"):
+        parse_file(f'{{"step": 3, "checkpoint": {written}}}')
+
+
+def test_a_checkpoint_counts_until_another_one_is_told_and_news_of_it_are_news(generation: Generation) -> None:
+    progress = RankProgress(generation, 0, None)
+    for text, checkpoint, news in (
+        ("110", None, True),
+        ('{"step": 110, "checkpoint": 100}', 100, True),
+        ("111", 100, True),
+        ("111 ", 100, False),
+    ):
+        generation.progress(0).write_text(text)
+        assert progress.read() is news
+        assert (progress.report() or {})["checkpoint"] == checkpoint
+
+
+SAVING = re.compile(r"step (?P<step>\S+)|saved checkpoint (?P<checkpoint>\S+)")
+
+
+@pytest.mark.parametrize(
+    ("lines", "step", "checkpoint"),
+    [
+        (("step 119", "step 120", "saved checkpoint 120", "step 121"), 121, 120),
+        (("step 120", "saved checkpoint 100", "saved checkpoint 120", "nothing"), 120, 120),
+        (("saved checkpoint 120",), None, 120),
+        (("step 121",), 121, None),
+    ],
+)
+def test_lines_of_a_log_may_tell_of_a_step_or_of_a_checkpoint(
+    generation: Generation, lines: tuple[str, ...], step: int | None, checkpoint: int | None
+) -> None:
+    progress = RankProgress(generation, 0, SAVING)
+    generation.log(0).write_text("".join(f"{line}\n" for line in lines))
+    assert progress.read() is True
+    report = progress.report()
+    assert report is not None
+    assert (report["step"], report["checkpoint"], report["values"]) == (step, checkpoint, {})
+    with open(generation.log(0), "a") as log:
+        log.write("saved checkpoint 140\n")
+    assert progress.read() is True
+    assert (progress.report() or {})["checkpoint"] == 140
+    with open(generation.log(0), "a") as log:
+        log.write("saved checkpoint soon\n")
+    progress.read()
+    assert progress.report() == {"unreadable": "the pattern's checkpoint is 'soon'; expected a whole number"}
+
+
+def test_one_line_may_tell_of_both(generation: Generation) -> None:
+    progress = RankProgress(generation, 0, re.compile(r"step (?P<step>\d+) loss (?P<loss>\S+)( saved (?P<checkpoint>\d+))?"))
+    generation.log(0).write_text("step 7 loss 2.5 saved 7\nstep 8 loss 2.4\n")
+    progress.read()
+    report = progress.report()
+    assert report is not None
+    assert (report["step"], report["checkpoint"], report["values"]) == (8, 7, {"loss": 2.4})
 
 
 def test_a_torn_file_keeps_the_last_step_for_a_while_and_a_cut_number_is_not_believed(generation: Generation) -> None:

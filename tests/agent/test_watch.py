@@ -107,7 +107,7 @@ def test_progress_by_file(node: Node) -> None:
         REPORT
         + """report('7')
 time.sleep(.3)
-report('{"step": 8, "loss": 3.5, "bad": NaN, "phase": "eval"}')
+report('{"step": 8, "loss": 3.5, "bad": NaN, "phase": "eval", "checkpoint": 6}')
 time.sleep(1000)"""
     )
     node.run(1, python(code), ranks=1)
@@ -115,7 +115,7 @@ time.sleep(1000)"""
     beat = watch.until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 8)
     progress = beat["progress"]["0"]
     assert progress["values"] == {"loss": 3.5, "bad": "NaN"}
-    assert progress["phase"] == "eval"
+    assert (progress["phase"], progress["checkpoint"]) == ("eval", 6)
     assert 0 <= progress["age"] < 5
 
 

@@ -18,6 +18,7 @@ OF_THE_CONNECTION = (
     "test_calls_at_the_same_time_do_not_hinder_each_other",
     "test_logs_are_read_on_from_an_offset_until_they_end",
     "test_a_probe_tells_of_a_node_on_which_nothing_ever_ran",
+    "test_s2_10_a_look_tells_of_gpus_and_of_strangers_there_where_it_is_asked_to",
     "test_a_node_that_is_cut_off_answers_no_order_of_a_repair",
     "test_a_diagnosis_that_nobody_waits_for_any_more_ends_and_frees_the_node",
     "test_gpus_are_reset_on_the_boot_that_was_read_and_on_no_other",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import shlex
 import signal
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Literal, Protocol
 from backends import local_power
 from backends.artifact import build_agent
 from backends.base import Backend
-from backends.local import LocalBackend, cut, heal, reboot
+from backends.local import LIBRARIES, LocalBackend, cut, heal, reboot
 from backends.simulated import (
     DiagHangs,
     Exit,
@@ -23,6 +25,7 @@ from backends.simulated import (
     ResetFails,
     Script,
     SimulatedBackend,
+    Stranger,
     Takes,
     error_file,
 )
@@ -32,6 +35,7 @@ from backends.ssh.backend import SshBackend
 from recovery.model import Token
 from recovery.spec import FleetSpec
 from tests.backends.sshd import Sshd, make_key
+from tests.doubles.install import build_nvml, install_nvml, tell_nvml
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,14 @@ class Fleet(Protocol):
     def heal(self, node: str) -> None: ...
 
     def reboot(self, node: str) -> None: ...
+
+    def visit(self, node: str) -> int:
+        """Have a program that is none of ours compute on GPU 0, before anything is asked of the node; return its pid."""
+        ...
+
+    def leave(self, node: str) -> None:
+        """Let it end."""
+        ...
 
     def again(self) -> Backend:
         """Return another controller's backend for the same nodes."""
@@ -136,6 +148,13 @@ class SimulatedFleet:
     def reboot(self, node: str) -> None:
         self.simulated.lose_power(node)
 
+    def visit(self, node: str) -> int:
+        self.simulated.visit(node, Stranger(gpu=0, pid=4242, user=getpass.getuser(), program="sleep"))
+        return 4242
+
+    def leave(self, node: str) -> None:
+        self.simulated.leave(node)
+
     def again(self) -> Backend:
         return SimulatedBackend(self.spec, other=self.simulated)
 
@@ -148,6 +167,27 @@ class RealRanks:
 
     does: Mapping[int, Does]
     state: Path
+    visitors: list[subprocess.Popen[bytes]]
+
+    def libraries(self, node: str) -> Path:
+        """Where the node finds its libnvidia-ml.so.1."""
+        raise NotImplementedError
+
+    def visit(self, node: str) -> int:
+        self.visitors.append(subprocess.Popen(["sleep", "600"]))
+        pid = self.visitors[-1].pid
+        install_nvml(self.libraries(node), build_nvml(self.state / "nvml"), f"driver 570\ngpus 1\nprocess 0 {pid} 1000\n")
+        return pid
+
+    def leave(self, node: str) -> None:
+        tell_nvml(self.libraries(node), "driver 570\ngpus 1\n")
+        self.send_visitors_away()
+
+    def send_visitors_away(self) -> None:
+        for one in self.visitors:
+            one.kill()
+            one.wait()
+        self.visitors.clear()
 
     def command(self, generation: int) -> tuple[str, ...]:
         does = self.does[generation]
@@ -180,6 +220,7 @@ class LocalFleet(RealRanks):
         self.agent = agent
         self.answer_within = answer_within
         self.opened: list[LocalBackend] = []
+        self.visitors = []
         self.local = self._open()
         self.backend: Backend = self.local
         if tools is not None:
@@ -190,6 +231,9 @@ class LocalFleet(RealRanks):
         backend = LocalBackend(self.spec, self.state, self.agent, self.answer_within)
         self.opened.append(backend)
         return backend
+
+    def libraries(self, node: str) -> Path:
+        return self.local.folder(node) / LIBRARIES
 
     def cut(self, node: str) -> None:
         cut(self.local.folder(node))
@@ -204,6 +248,7 @@ class LocalFleet(RealRanks):
         return self._open()
 
     async def close(self) -> None:
+        self.send_visitors_away()
         for node in self.spec.nodes:
             if self.local.folder(node.name).is_dir():
                 heal(self.local.folder(node.name))
@@ -224,6 +269,7 @@ class SshFleet(RealRanks):
         self.agent = agent
         self.answer_within = answer_within
         self.opened: list[SshBackend] = []
+        self.visitors = []
         key = make_key(folder / "key")
         self.hosts = {f"n{number}": Sshd(folder / f"n{number}", f"127.0.0.{number}", key) for number in range(1, nodes + 1)}
         for host in self.hosts.values():
@@ -249,6 +295,9 @@ class SshFleet(RealRanks):
         self.opened.append(SshBackend(self.spec, self.agent, self.answer_within))
         return self.opened[-1]
 
+    def libraries(self, node: str) -> Path:
+        return self.state / node / "lib"
+
     def cut(self, node: str) -> None:
         self.hosts[node].signal(signal.SIGSTOP)
 
@@ -261,6 +310,7 @@ class SshFleet(RealRanks):
         self.hosts[node].start()
 
     async def close(self) -> None:
+        self.send_visitors_away()
         for node in self.hosts:
             self.heal(node)
         for backend in self.opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("agent"))
 
 
-@pytest_asyncio.fixture(params=["simulated", "local", "ssh"])
+@pytest_asyncio.fixture(params=["simulated", "local", pytest.param("ssh", marks=pytest.mark.long)])
 async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
     fleets: list[Fleet] = []
 
@@ -85,6 +86,39 @@ async def test_a_probe_tells_of_a_node_on_which_nothing_ever_ran(make: Make) -> 
 
 async def test_a_node_without_nvml_says_so(make: Make) -> None:
     assert (await probe(make().backend))["gpus"] == {"unreadable": "libnvidia-ml.so.1 is not on this node"}
+
+
+async def test_s2_10_a_look_tells_of_gpus_and_of_strangers_there_where_it_is_asked_to(make: Make) -> None:
+    fleet = make(Tools())
+    pid = fleet.visit("n1")
+    read = (await fleet.backend.list("n1", gpus=True))["gpus"]
+    (gpu,) = read["gpus"]
+    assert read["driver"] and gpu["name"].startswith("NVIDIA ") and gpu["memory"]["total"] > gpu["memory"]["used"] > 0
+    (process,) = gpu["processes"]
+    assert process.items() >= {"pid": pid, "ours": False, "user": getpass.getuser(), "program": "sleep"}.items()
+    assert "gpus" not in await fleet.backend.list("n1")
+    refused = refusal(await fleet.backend.diagnose("n1", "r1", 1, 30.0))
+    assert (refused.why, str(pid) in refused.because) == ("busy", True)
+    fleet.leave("n1")
+    assert (await fleet.backend.list("n1", gpus=True))["gpus"]["gpus"][0]["processes"] == []
+
+
+async def test_a_look_at_gpus_of_a_node_without_nvml_says_so(make: Make) -> None:
+    listed = await make().backend.list("n1", gpus=True)
+    assert listed["gpus"] == {"unreadable": "libnvidia-ml.so.1 is not on this node"}
+
+
+async def test_a_look_reads_no_gpus_of_a_node_that_is_examined(make: Make) -> None:
+    fleet = make(Tools(diag="hangs"))
+    examining = asyncio.create_task(fleet.backend.diagnose("n1", "r1", 1, 600.0))
+    await eventually(lambda: is_held(fleet.backend))
+    assert "gpus" not in await fleet.backend.list("n1", gpus=True)
+    examining.cancel()
+    await asyncio.gather(examining, return_exceptions=True)
+
+
+async def is_held(backend: Backend) -> bool:
+    return await held(backend) is not None
 
 
 async def test_a_probe_names_the_generations_that_live_on_the_node(make: Make) -> None:

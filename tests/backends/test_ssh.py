@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ async def test_s2_1_ranks_are_started_on_a_node_that_has_nothing_but_sshd_and_py
     backend = site.backend(host)
     prepared = await backend.prepare("n1", prepare_order(token(1), (0,), address=host.address))
     assert isinstance(prepared, Prepared)
-    what = {"command": ("sleep", "600"), "workdir": None, "env": {}, "rank_env": ({"RANK": "0"},), "peers": ()}
+    what: dict[str, Any] = {"command": ("sleep", "600"), "workdir": None, "env": {}, "rank_env": ({"RANK": "0"},), "peers": ()}
     order = StartOrder(token=token(1), node="n1", prepared=prepared.stamp, secret="5ec7e7", fences=True, **what)
     started = await backend.start("n1", order)
     assert isinstance(started, Started)

@@ -75,12 +75,13 @@ class FakeTrainingJob:
 
     @workflow.update
     def answer(self, message: AnswerMessage) -> str:
-        self._state = replace(self._state, notices=(*self._state.notices, f"{message.decision} {message.within}: {message.because}"))
+        told = f"{message.decision} {message.node or message.within}: {message.because}"
+        self._state = replace(self._state, notices=(*self._state.notices, told))
         return f"{message.decision} is taken"
 
     @answer.validator
     def _check_answer(self, message: AnswerMessage) -> None:
-        if message.decision == "deny":
+        if message.decision == "deny" and not message.node:
             raise ApplicationError("it is RUNNING and asks nothing", type="BadInput", non_retryable=True)
 
     @workflow.query

@@ -220,6 +220,7 @@ async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_me
         await jobs.incidents(place.client, TASK_QUEUE, await jobs.look(place.client, "orphan"))
 
 
+@pytest.mark.long
 async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Place) -> None:
     await place.starter("submit", place.write_job("asks"))
     told = await place.starter("answer", "asks", "snooze", "--within", "2h", "--because", "breakfast")
@@ -235,6 +236,12 @@ async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Pl
     one_sentence(await place.starter("answer", "asks", "deny", "--within", "2h", "--because", "x"), "--within 2h", "expected snooze")
     one_sentence(await place.starter("answer", "asks", "snooze", "--within", "soon", "--because", "x"), "within", "'soon'")
     one_sentence(await place.starter("answer", "nobody", "deny", "--because", "x"), "nobody")
+    told = await place.starter("answer", "asks", "deny", "--node", "n2", "--because", "evaluation ends at noon")
+    assert (told.code, told.out) == (0, "job asks: deny is taken\n"), told
+    now = await jobs.look(place.client, "asks")
+    assert now.state is not None and now.state.notices[-1] == "deny n2: evaluation ends at noon"
+    one_sentence(await place.starter("answer", "asks", "snooze", "--node", "n2", "--because", "x"), "--node n2", "expected approve")
+    one_sentence(await place.starter("answer", "asks", "deny", "--node", "n 2", "--because", "x"), "node", "'n 2'")
 
 
 async def test_archived_incidents_come_before_those_still_held(place: Place) -> None:

@@ -67,6 +67,7 @@ def left_behind(host: Sshd) -> list[int]:
     return found
 
 
+@pytest.mark.long
 async def test_two_bare_hosts_are_fine_and_keep_nothing_running(site: Site) -> None:
     hosts = [site.host(), site.host()]
     spec = fleet_of(site, *hosts)
@@ -278,6 +279,7 @@ async def test_the_command_says_by_its_exit_code_whether_ranks_can_run(site: Sit
     assert (missing.returncode, missing.stderr) == (2, f"relaunch: {file} has no node 'n9': it has n1\n")
 
 
+@pytest.mark.long
 def test_local_nodes_are_looked_at_as_well_and_have_no_host_keys(tmp_path: Path) -> None:
     file = tmp_path / "laptop.yaml"
     file.write_text("name: laptop\nbackend: local\nnodes: [{name: a, address: 127.0.0.1}, {name: b, address: 127.0.0.2}]\n")

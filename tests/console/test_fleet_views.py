@@ -24,6 +24,7 @@ from console.fleet_views import STATES, rows, table_row, tenants
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet.facts import Applied
+from recovery.fleet.inventory import UNKNOWN, GpuUse, Inventory
 from recovery.fleet.model import Breaker, FleetState, NodeLook, NodeRecord, Offered, PermitRequest, Place, Standing, Withdraw
 from recovery.spec import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
@@ -184,6 +185,7 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
     view = json.loads(json.dumps(fleet_view(state)))
     assert (view["breaker"]["open"], view["waiting"][0]["job"], view["nodes"]["free"]) == (True, "llama", 1)
     assert fleet_lines(state, T0)[0] == "fleet       default: 1 node, 1 free"
+    assert view["limits"]["leave_within"] == 7200.0
 
 
 def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
@@ -211,6 +213,10 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
         " [does not count: the fault followed job llama to gpu-02]",
         "fault       2026-03-01T11:30:00Z Xid 79 (GPU_FATAL), job llama generation 3: GPU 5 fell off the bus",
     ]
+    suspect = replace(record, drain=None, leave=DRAIN, told=("llama",))
+    assert "shared      llama asked to leave it by 2026-03-01T12:12:00Z, so that it can be examined" in node_lines(
+        suspect, here, "default", T0, None
+    )
     ordered = node_lines(replace(record, repair="repair/default/gpu-01"), here, "default", T0, None)
     assert "repair      repair/default/gpu-01, which is ordered and has not begun" in ordered
     assert "repair      repair/default/gpu-01 in the web UI, run run-1" in node_lines(record, here, "default", T0, None)
@@ -272,3 +278,81 @@ def test_a_job_that_waits_says_how_few_nodes_it_would_begin_with() -> None:
     waits = claim("llama", nodes=2)
     waits = replace(waits, claim=replace(waits.claim, most=4))
     assert any(note.startswith("llama waits for 2 to 4 nodes since") for note in fleet_notes(fleet(node(1), claims=(waits,)), T0))
+
+
+# --- GPUs
+
+READ = Inventory(
+    "NVIDIA H100 80GB HBM3",
+    8,
+    85520809984,
+    (3, 4, 60000, 60001, 0, 0, 0, 0),
+    "570.148.08",
+    "13.570",
+    used=(GpuUse((2, 3), "alice (python, pid 4242)"),),
+)
+
+
+def read(inventory: Inventory, **changes: Any) -> NodeRecord:
+    return node(1, **{"inventory": inventory, "read_at": T0 - timedelta(seconds=12), **changes})
+
+
+def test_s2_10_nodes_list_shows_what_a_node_has_as_it_was_read_and_who_else_uses_it() -> None:
+    row = cells(fleet(read(READ), claims=(claim("llama", Place("gpu-01", gpus=(0, 1))),)))
+    assert (row[3], row[6]) == ("2/8 x H100 80GB HBM3", "GPU 2, 3 are used by alice (python, pid 4242)")
+
+
+@pytest.mark.parametrize(
+    ("record", "gpus", "because"),
+    [
+        (
+            read(Inventory(unreadable="libnvidia-ml.so.1 is not on this node")),
+            "0/8",
+            "GPUs unreadable: libnvidia-ml.so.1 is not on this node",
+        ),
+        (read(replace(READ, count=7, lost=("0000:5e:00.0",), used=())), "0/8 x H100 80GB HBM3", "7 of 8 GPUs answer; 0000:5e:00.0 is lost"),
+        (read(replace(READ, model="NVIDIA A100, NVIDIA H100", used=())), "0/8 x A100, H100", ""),
+        (read(READ, spec={"gpus": 0}), "-", ""),
+        (
+            read(replace(READ, count=7, used=()), **{**SUSPECT, "because": "7 of 8 GPUs answer"}),
+            "0/8 x H100 80GB HBM3",
+            "7 of 8 GPUs answer (job llama, 60m ago)",
+        ),
+    ],
+)
+def test_what_is_odd_about_gpus_is_a_remark(record: NodeRecord, gpus: str, because: str) -> None:
+    row = cells(fleet(record))
+    assert (row[3], row[6]) == (gpus, because)
+
+
+def test_s2_10_a_node_is_shown_with_each_gpu_its_memory_and_who_computes_there() -> None:
+    state = fleet(
+        read(replace(READ, lost=("0000:5e:00.0",), memory_used=(3, UNKNOWN, 60000))), claims=(claim("llama", Place("gpu-01", gpus=(0,))),)
+    )
+    lines = node_lines(state.nodes[0], tenants(state)["gpu-01"], "default", T0, None)
+    assert [line for line in lines if line.startswith(("gpu", "lost"))] == [
+        "gpus        8 x H100 80GB HBM3, 81559 MiB each; driver 570.148.08, NVML 13.570; read 12s ago",
+        "lost        0000:5e:00.0",
+        "gpu 0       3 of 81559 MiB used; job llama",
+        "gpu 2       60000 of 81559 MiB used; alice (python, pid 4242)",
+    ]
+    unread = node_lines(read(Inventory(unreadable="no library"), read_at=None), (), "default", T0, None)
+    assert "gpus        GPUs unreadable: no library; read before something was done to the node" in unread
+    assert not [line for line in node_lines(node(1), (), "default", T0, None) if line.startswith("gpu")]
+
+
+def test_the_inventory_is_json_and_null_before_the_first_reading() -> None:
+    one, two = json.loads(json.dumps(rows(fleet(node(2), read(replace(READ, memory_used=(3, UNKNOWN), lost=("a",)))))))
+    assert one["inventory"] is None
+    assert two["inventory"] == {
+        "model": "NVIDIA H100 80GB HBM3",
+        "answering": 8,
+        "memory": 85520809984,
+        "memory_used": [3 << 20, None],
+        "driver": "570.148.08",
+        "nvml": "13.570",
+        "used": [{"gpus": [2, 3], "who": "alice (python, pid 4242)"}],
+        "lost": ["a"],
+        "unreadable": None,
+        "read_at": "2026-03-01T11:59:48Z",
+    }

@@ -89,6 +89,7 @@ async def test_a_node_is_quarantined_and_released_and_each_says_what_is_now(plac
     assert "state       draining by " in said(await place.starter("nodes", "show", "gpu-02"))
 
 
+@pytest.mark.long
 async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(place: Place) -> None:
     paused = said(await place.starter("nodes", "pause", "--because", "maintenance"))
     assert paused.startswith("repairs of fleet default are paused by ") and paused.endswith(": maintenance")
@@ -100,6 +101,7 @@ async def test_repairs_are_paused_and_resumed_and_the_file_is_applied(place: Pla
     assert said(await place.starter("nodes", "apply")) == "fleet default has the 3 nodes of its file already"
 
 
+@pytest.mark.long
 async def test_the_question_of_a_repair_that_no_job_waits_for_is_answered_by_its_node(place: Place) -> None:
     repair = await place.client.start_workflow("NodeRepair", id="repair/default/gpu-01", task_queue=TASK_QUEUE, result_type=str)
     one_sentence(
@@ -144,6 +146,7 @@ async def test_what_the_fleet_does_not_take_is_said_with_what_it_noted(place: Pl
     assert (answer.shown, len(answer.news), DEAF in answer.news[0]) == (False, 1, True)
 
 
+@pytest.mark.long
 async def test_where_no_worker_answers_that_is_said_in_one_sentence(bare: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     one_sentence(await bare.starter("nodes", "list"), "no worker answers for fleet default: start one")
     assert not await begun(bare, "default"), "nobody could say whether there is such a fleet"

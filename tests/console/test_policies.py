@@ -163,6 +163,7 @@ def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(source: s
 
 
 @LATE_CANCEL
+@pytest.mark.long
 async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(server: Client, tmp_path: Path) -> None:
     async def refused(job: str, *words: str, file: str | None = None) -> str:
         with pytest.raises(Mistake) as caught:

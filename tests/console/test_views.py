@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
+
+import pytest
 
 from console.logs import Printer
 from console.views import budgets, history_entry, history_lines, merge_watches, show, show_lines
 from recovery.causes import Cause
-from recovery.model import Progress, Try
+from recovery.model import Leaving, Progress, Try
 from recovery.policy import Strategy
 from recovery.spec import NodeRange
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
@@ -42,9 +45,29 @@ def test_progress_is_the_watchers_newest_word_of_this_generation_or_the_states()
     fresh = merge_watches(
         [{"generation": 1, "step": 9, "at": "x", "rate": 2, "values": {"loss": 3.5}}, {"generation": 1, "step": 12, "at": "y"}]
     )
-    assert show(state, fresh, T0)["progress"] == {"step": 9, "at": "x", "rate": 2.0, "values": {"loss": 3.5}}
+    assert show(state, fresh, T0)["progress"] == {"step": 9, "at": "x", "rate": 2.0, "values": {"loss": 3.5}, "checkpoint": None}
     stale = merge_watches([{"generation": 0, "step": 99, "at": "x"}])
     assert show(state, stale, T0)["progress"] == {"step": 7, "at": "2026-03-01T12:00:00Z"}
+
+
+def test_a_checkpoint_is_shown_as_far_as_all_watches_have_seen_it() -> None:
+    told = {"generation": 1, "step": 130}
+    seen = merge_watches([{**told, "checkpoint": 120}, {**told, "checkpoint": 100}, {**told, "checkpoint": "x"}])
+    view = show(job_state(), seen, T0)
+    assert view["progress"]["checkpoint"] == 100
+    assert "progress    step 130, checkpoint 100" in show_lines(view)
+
+
+def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> None:
+    wanted = Leaving("local-2", "swap its PSU", "carol", T0 + timedelta(hours=2))
+    view = json.loads(json.dumps(show(job_state(leaving=(wanted,)), None, T0)))
+    assert view["leaving"] == [
+        {"node": "local-2", "by": "carol", "because": "swap its PSU", "until": "2026-03-01T14:00:00Z", "denied": None}
+    ]
+    line = next(line for line in show_lines(view) if line.startswith("next"))
+    assert "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU; it leaves at the next checkpoint (`answer" in line
+    denied = show(job_state(leaving=(replace(wanted, denied="alice said no: evaluation ends at noon"),)), None, T0)
+    assert denied["leaving"][0]["denied"] == "alice said no: evaluation ends at noon" and "alice said no" in denied["next"]["what"]
 
 
 def test_heartbeats_of_another_version_are_read_as_far_as_they_go() -> None:
@@ -104,3 +127,10 @@ def test_log_lines_are_printed_whole_and_aligned(capsys: object) -> None:
     printer.feed(3, "o\nend")
     printer.flush()
     assert capsys.readouterr().out == "[rank 3]  one\n[rank 11] eleven\n[rank 3]  two\n[rank 3]  end\n"  # type: ignore[attr-defined]
+
+
+def test_what_a_launcher_prints_is_told_from_what_its_ranks_print(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer(world_size=16, colour=False)
+    printer.feed(15, "a step\n")
+    printer.feed(17, "failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n")
+    assert capsys.readouterr().out == "[rank 15] a step\n[launcher 1] failed (exitcode: -9) local_rank: 7 (pid: 4242) of binary: python\n"

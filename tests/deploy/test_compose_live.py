@@ -58,6 +58,7 @@ def test_a_worker_is_judged_by_its_last_poll(last: datetime | None, against: str
     assert judge(last, AT) == against
 
 
+@pytest.mark.long
 async def test_a_namespace_is_made_ready_once_and_a_worker_in_it_is_seen_to_poll_until_it_has_stopped(
     server: Client, tmp_path: Path
 ) -> None:

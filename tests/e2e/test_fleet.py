@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ import pytest_asyncio
 from console import fleet_views, fleets, jobs
 from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
 from tests.e2e.test_nodes import starter
+
+TRAIN = Path(__file__).parents[2] / "examples" / "train_lm.py"
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -52,6 +57,7 @@ async def end(world: World, job: Job) -> None:
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(world: World) -> None:
     async def begun() -> bool:
         return (await starter(world, "nodes", "list", "--fleet", FLEET))[0] == 0
@@ -95,6 +101,38 @@ async def test_a_drained_node_is_left_for_a_spare_and_nobody_is_given_it(world: 
     await end(world, job)
 
 
+@pytest.mark.long
+async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goes_on_from_it(world: World) -> None:
+    every = 40
+    flags = ("--steps", "100000", "--step-time", "0.05", "--checkpoint-every", str(every))
+    job = await world.submit(command=[sys.executable, str(TRAIN), *flags, "--checkpoint", str(world.folder / "moved")])
+    await job.until_phase("RUNNING", generation=1)
+
+    async def saves() -> bool:
+        watch = (await job.look()).watch
+        return watch is not None and watch.checkpoint is not None
+
+    await eventually(saves, "nobody tells people of a checkpoint")
+    assert ", checkpoint " in (await starter(world, "show", job.name))[1]
+    told = await nodes(world, "quarantine", "n2", "--because", "swap its PSU", "--drain", "--within", "2h")
+    assert f"{job.name} has to leave it by " in told
+    await job.until_phase("RUNNING", generation=2)
+    state = await job.state()
+    assert "n2" not in {slot.node for slot in state.slots} and (state.restarts_spent, state.incidents) == (0, ())
+    saved = next(found for notice in state.notices if (found := re.search(r"swap its PSU; checkpoint of step (\d+) is saved", notice)))
+
+    async def goes_on() -> re.Match[str] | None:
+        _, text = await starter(world, "logs", job.name, "--generation", "2", "--rank", "0")
+        return re.search(r"going on after step (\d+)", text)
+
+    step = int((await eventually(goes_on, "the second generation says nothing"))[1])
+    assert step % every == 0 and 0 <= step - int(saved[1]) <= every, "from that one, or from the next"
+    status, text = await starter(world, "answer", job.name, "deny", "--node", "n2", "--because", "too late")
+    assert (status, f"nobody wants n2 of {job.name}" in text) == (2, True), text
+    await nodes(world, "release", "n2", "--because", "it has one")
+    await end(world, job)
+
+
 async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_it_gives_anything(world: World) -> None:
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)
@@ -116,6 +154,7 @@ async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_i
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanwhile(world: World) -> None:
     assert "repairs of fleet chaos are paused by " in await nodes(world, "pause", "--because", "maintenance")
     job = await world.submit()
@@ -126,6 +165,7 @@ async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanw
     await end(world, job)
 
 
+@pytest.mark.long
 async def test_a_node_that_is_new_in_the_file_is_there_once_it_was_applied(world: World) -> None:
     file = world.folder / "chaos.yaml"
     before = file.read_text()

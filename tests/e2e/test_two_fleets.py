@@ -64,6 +64,7 @@ def lives_on(job: Job, fleet: str) -> str:
     return f"ranks of job {job.name} of fleet {fleet} live on it"
 
 
+@pytest.mark.long
 async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop(world: World, here: WorkerFleets) -> None:
     job = await running(world)
     pids = job.rank_pids()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn, next_wake, settle
 from recovery.fleet.facts import Applied, Claimed, Fact, JobsFound, Looked, PermitWanted, Remembered, RepairBegan, RepairEnded
+from recovery.fleet.inventory import GpuUse, Inventory
 from recovery.fleet.model import Claim, ClaimRecord, FleetState, Grant, Living, NodeLook, NodeRecord, PermitRequest, Place, Suspect
 from recovery.fleet.orders import Look, Order, TellJob
 from recovery.spec import FleetLimits, FleetNode
@@ -20,6 +22,15 @@ OneOrder = TypeVar("OneOrder", bound=Order)
 
 def nodes(*names: str, gpus: int = 8, spare: bool = False) -> tuple[FleetNode, ...]:
     return tuple(FleetNode(name=name, address=f"10.0.0.{name[1:]}", gpus=gpus, spare=spare) for name in names)
+
+
+def gpus(count: int = 8, *used: tuple[int, str], lost: tuple[str, ...] = (), **more: Any) -> Inventory:
+    return Inventory("H100", count, 80 << 30, (1,) * count, "570", used=tuple(GpuUse((gpu,), who) for gpu, who in used), lost=lost, **more)
+
+
+def look(*names: str) -> Look:
+    """At nodes, and at their GPUs."""
+    return Look(names, names)
 
 
 def suspect(node: str, generation: int = 1, cause: Cause = Cause.GPU_FATAL, **more: Any) -> Suspect:
@@ -36,6 +47,10 @@ class Desk:
         self.living: dict[str, tuple[Living, ...]] = {}
         self.silent: dict[str, str] = {}
         self.held: dict[str, str] = {}
+        self.gpus: dict[str, Inventory] = {}
+        """Where they are not as the fleet file says, and free."""
+        self.unread: set[str] = set()
+        """Whose readings do not come to an end."""
         self.specs = specs or nodes("n1", "n2", "n3", "n4")
         self.limits = FleetLimits(**{"nodes_out": "100%", **limits})
         self.state = FleetState("gpus")
@@ -56,10 +71,20 @@ class Desk:
         self.orders = list(settled.orders)
         return self.orders
 
-    def look(self, names: Iterable[str] | None = None) -> None:
-        """The nodes answer."""
-        asked = [node.name for node in self.state.nodes] if names is None else names
-        self.learn(Looked(tuple(NodeLook(n, self.silent.get(n, ""), "boot", self.held.get(n, ""), self.living.get(n, ())) for n in asked)))
+    def look(self, names: Iterable[str] | None = None, read: Iterable[str] | None = None) -> None:
+        """The nodes answer, all with what their GPUs are unless `read` names some."""
+        asked = [node.name for node in self.state.nodes] if names is None else list(names)
+        to_read = set(asked if read is None else read)
+        self.learn(Looked(tuple(self.seen(name, name in to_read) for name in asked)))
+
+    def seen(self, name: str, read: bool) -> NodeLook:
+        look = NodeLook(name, self.silent.get(name, ""), "boot", self.held.get(name, ""), self.living.get(name, ()))
+        count = next((node.spec.gpus for node in self.state.nodes if node.name == name), 0)
+        if not (read and count) or look.silent or look.held:
+            return look
+        if name in self.unread:
+            return replace(look, unread=True)
+        return replace(look, inventory=self.gpus.get(name, gpus(count)))
 
     def go(self, *facts: Fact) -> list[Order]:
         """Learn and settle, and answer looks, until nothing new is ordered. All orders but looks."""
@@ -71,7 +96,7 @@ class Desk:
             if not looks:
                 self.orders = orders
                 return orders
-            self.look(looks[0].nodes)
+            self.look(looks[0].nodes, looks[0].read)
 
     def wait(self, **by: float) -> list[Order]:
         self.now += timedelta(**by)

@@ -12,7 +12,7 @@ from recovery.fleet.facts import Applied, Claimed, QuarantineAsked, ReleaseAsked
 from recovery.fleet.model import Claim, Grant, Living, Place, Standing
 from recovery.fleet.orders import Look, TellJob
 from recovery.spec import FleetNode
-from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
+from tests.recovery.fleet_builders import T0, Desk, look, nodes, suspect
 
 SPARE = (*nodes("n1", "n2"), *nodes("n8", "n9", spare=True))
 
@@ -311,7 +311,7 @@ def test_a_spare_is_not_spent_before_it_is_known_that_no_other_node_answers() ->
     desk.look(("n8", "n9"))
     desk.silent["n2"] = "it is off"
     desk.learn(Claimed(Claim("a", 1, 2, 2, running=True, keep=("n1",), holds=(Place("n1"),), since=T0)))
-    assert desk.settle() == [Look(("n2",))]
+    assert desk.settle() == [look("n2")]
     desk.look(("n2",))
     desk.settle()
     assert desk.granted() == {"a": ["n1", "n8"]}
@@ -324,7 +324,7 @@ def test_nodes_that_were_not_looked_at_lately_are_looked_at_before_they_are_give
     desk = Desk()
     desk.now += timedelta(seconds=20)
     desk.learn(Claimed(Claim("a", 1, 1, 2, since=T0)))
-    assert desk.settle() == [Look(("n1", "n2", "n3", "n4"))]
+    assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     desk.busy = {"look"}
     assert desk.settle() == []
     desk.look()
@@ -359,9 +359,9 @@ def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_o
     while desk.now < end:
         desk.now += timedelta(seconds=desk.wakes_in())
         desk.settle()
-        for look in desk.of(Look):
+        for order in desk.of(Look):
             looks.append(round((desk.now - T0).total_seconds()) - 60)
-            desk.look(look.nodes)
+            desk.look(order.nodes)
     assert looks[:4] == [2, 4, 6, 8]
     assert max(later - earlier for earlier, later in pairwise(looks)) > 3
     del desk.silent["n2"]
@@ -418,7 +418,7 @@ def test_a_node_that_just_came_is_looked_at_first() -> None:
     desk.claim("a", 1)
     desk.claim("b", 1)
     desk.learn(Applied("act", nodes("n1", "n2"), desk.limits))
-    assert desk.settle() == [Look(("n2",))]
+    assert desk.settle() == [look("n2")]
     desk.look(("n2",))
     desk.settle()
     assert desk.granted() == {"b": ["n2"]}

@@ -85,7 +85,7 @@ def test_what_relaunch_works_at_can_be_taken_over_and_else_asks_nothing(phase: P
     assert isinstance(decision, Ask)
     assert after.because == "ada has taken it over; before that: generation 2 is launched"
     for answer in ("approve", "deny", "snooze"):
-        assert may_answer(job, answer) == f"it is {phase} and asks nothing"
+        assert may_answer(job, answer, at(20)) == f"it is {phase} and asks nothing"
 
 
 @pytest.mark.parametrize("decision", ["approve", "deny", "snooze", "take-over"])
@@ -94,7 +94,7 @@ def test_a_job_whose_ranks_run_is_not_stopped_by_an_answer(decision: str) -> Non
     after, decided = step(job, Answered(decision, "", "ada"), at(20))  # type: ignore[arg-type]
     assert isinstance(decided, Ignore)
     assert after == job
-    assert "RUNNING" in may_answer(job, decision)
+    assert "RUNNING" in may_answer(job, decision, at(20))
 
 
 def test_s1_6_a_job_that_never_ran_queues_without_a_deadline_and_one_that_lost_its_nodes_asks() -> None:

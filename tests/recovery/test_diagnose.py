@@ -250,3 +250,44 @@ def test_what_fails_while_a_node_is_lost_is_laid_to_the_loss() -> None:
 def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, ...]) -> None:
     diagnosis = diagnose(running(), LaunchRefused(1, (NodeRefusal("n1", why, "…"),)))
     assert (diagnosis.cause, diagnosis.nodes) == (cause, suspects)
+
+
+@pytest.mark.parametrize(
+    ("observations", "cause", "because", "ranks"),
+    [
+        pytest.param(
+            (exited(17, "n2", code=1, launcher=True, log_tail=("/usr/bin/python: No module named torch",)),),
+            Cause.APPLICATION,
+            "the launcher on n2 exited with code 1: /usr/bin/python: No module named torch",
+            (),
+            id="it never had ranks",
+        ),
+        pytest.param(
+            (exited(17, "n2", signal=9, launcher=True), exited(3, "n1", signal=15, stopped=True)),
+            Cause.UNKNOWN,
+            "the launcher on n2 was killed by SIGKILL",
+            (),
+            id="it was killed, and its ranks died with it",
+        ),
+        pytest.param(
+            (exited(16, "n0", code=1, launcher=True, log_tail=("Connection closed by peer [10.0.0.1]:5555",)), ECHO_BY_LOG),
+            Cause.NETWORK,
+            "the launcher on n0 lost a connection and no rank failed by itself",
+            (1,),
+            id="only cascades",
+        ),
+    ],
+)
+def test_the_end_of_a_launcher_whose_ranks_did_nothing_names_no_rank(
+    observations: tuple[Observation, ...], cause: Cause, because: str, ranks: tuple[int, ...]
+) -> None:
+    job = running(launcher="torchrun", nproc_per_node=8)
+    found = diagnose(job, FaultObserved(1, observations, 0, T0))
+    assert (cause, ranks) == (found.cause, found.ranks)
+    assert because in found.because
+
+
+def test_no_evidence_at_all_says_which_launcher_ended_first() -> None:
+    job, _ = step(running(launcher="torchrun"), NodeUnreachable(1, "n1", timedelta(minutes=3), "no route to host"))
+    found = diagnose(job, FaultObserved(1, (exited(5, "n2", signal=9, launcher=True),), 0, T0))
+    assert "the launcher on n2 ended with SIGKILL" in found.because

@@ -280,7 +280,9 @@ def test_a_launch_with_fewer_nodes_than_before_is_a_notice() -> None:
     job, _ = step(elastic(4), RetryRequested("", "ada"), at(60))
     fewer = "3 of 4 nodes: n2 is quarantined (a fan)"
     job, _ = step(job, NodesAcquired(job.slots[:3], fewer), at(60))
-    assert job.notices == (f"2026-11-21T03:01+00:00 generation 2 goes on with {fewer}",)
+    asked, goes_on = job.notices
+    assert asked == "2026-11-21T03:01+00:00 generation 2: retry asked for by ada", "no incident tells why it was launched"
+    assert goes_on == f"2026-11-21T03:01+00:00 generation 2 goes on with {fewer}"
     assert step(job, NodesAcquired(job.slots, fewer), at(60))[0].notices == job.notices, "as many as before are no news"
 
 

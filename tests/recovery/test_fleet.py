@@ -15,7 +15,7 @@ from recovery.fleet.facts import Applied, Claimed, JobsClosed, JobsFound, Looked
 from recovery.fleet.model import Claim, Grant, Living, NodeLook, Place, Standing, Withdraw
 from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Reclaim, StartRepair, TellJob
 from recovery.spec import FleetLimits
-from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
+from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect
 
 DRAIN = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))
 
@@ -31,7 +31,7 @@ def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_t
     desk.settle()
     assert desk.grants("waiting")["c"].because == "the file of fleet gpus has not been read yet"
     desk.learn(Applied("act", desk.specs, desk.limits))
-    assert desk.settle() == [Look(("n1", "n2", "n3", "n4"))]
+    assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     desk.now += timedelta(seconds=5)
     desk.settle()
     assert desk.grants("waiting")["c"].because == "fleet gpus was started anew and looks which jobs run"
@@ -107,11 +107,11 @@ def test_nothing_is_repaired_before_it_is_known_who_holds_it() -> None:
 def test_a_look_that_fails_is_ordered_again() -> None:
     desk = Desk(begun=False)
     desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()))
-    assert desk.settle() == [Look(("n1", "n2", "n3", "n4"))]
+    assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     assert desk.settle() == []
     assert desk.wakes_in() == 2
     desk.now += timedelta(seconds=2)
-    assert desk.settle() == [Look(("n1", "n2", "n3", "n4"))]
+    assert desk.settle() == [look("n1", "n2", "n3", "n4")]
 
 
 def test_all_nodes_are_looked_at_every_minute() -> None:

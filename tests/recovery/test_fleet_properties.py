@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from random import Random
 from typing import Any
@@ -37,7 +37,7 @@ from recovery.fleet.model import Claim, ClaimRecord, FleetState, Grant, Living, 
 from recovery.fleet.offers import OFFER_HOLDS
 from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
 from recovery.spec import FleetLimits, FleetNode
-from tests.recovery.fleet_builders import T0, Desk, nodes
+from tests.recovery.fleet_builders import T0, Desk, gpus, nodes
 from tests.recovery.generated import searched
 
 STATES: TypeAdapter[FleetState] = TypeAdapter(FleetState)
@@ -66,6 +66,8 @@ class Job:
     """Where ranks of it may live."""
     avoid: tuple[str, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    stays: dict[str, datetime] = field(default_factory=dict)
+    """Nodes that it was asked to leave and does not before that time."""
     waits: bool = True
     hopeless: bool = False
     runs: bool = False
@@ -85,12 +87,22 @@ class World:
         self.ranks: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {node.name: {} for node in FILE}
         """By node: whose ranks live there, with which GPUs."""
         self.silent: set[str] = set()
+        self.strangers: dict[str, set[int]] = {node.name: set() for node in FILE}
+        """By node: GPUs on which somebody else computes."""
+        self.seen: dict[str, tuple[datetime, set[int]]] = {}
+        """By node: when the fleet learned last who computes there, and where that is."""
+        self.lost: set[str] = set()
+        """Nodes of which one GPU does not answer."""
         self.to_fleet: list[Fact] = []
         self.to_jobs: list[tuple[str, Grant | Offer]] = []
         self.quarantined: set[str] = set()
         """By people, and not released since."""
         self.repairs: dict[str, int] = {}
         """Nodes under repair, and its run."""
+        self.ordered: dict[str, str] = {}
+        """Those of them that a job has ordered, and which."""
+        self.says_no = False
+        """The next job that is asked to leave a node stays until it has to."""
         self.runs = 0
         self.begun_anew = False
         self.begin()
@@ -101,7 +113,7 @@ class World:
         self.ended = (self.state,) if self.state.remembered else (self.state, *self.ended)
         self.to_fleet.append(memory(*self.ended))
         self.state = FleetState("gpus")
-        self.looking: list[tuple[str, ...]] = []
+        self.looking: list[Look] = []
         self.reclaiming: list[Reclaim] = []
         self.acting: set[str] = set()
         self.learn(Applied("act", FILE, LIMITS))
@@ -127,7 +139,7 @@ class World:
             self.check_offers()
         for order in settled.orders:
             self.check(order, before)
-            self.carry_out(order)
+            self.carry_out(order, before)
         again = settle(self.state, self.now, frozenset(busy | {"look"}))
         news = [order for order in again.orders if not isinstance(order, TellJob) or order.grant.kind != "waiting"]
         assert news == [], "what was ordered is ordered once"
@@ -175,7 +187,7 @@ class World:
                 self.check_grant(order.grant, next(one for one in self.state.claims if one.claim.job == order.job), before)
             case StartRepair():
                 node = next(node for node in before.nodes if node.name == order.node)
-                assert node.standing is Standing.SUSPECT and not node.repair
+                assert (node.standing is Standing.SUSPECT or node.short) and not node.repair
                 assert order.node not in self.repairs or self.begun_anew, "never twice without an end"
                 assert not self.state.breaker.is_open and not self.state.breaker.paused
                 assert not any(place.node == order.node for record in self.state.claims for place in record.places)
@@ -183,6 +195,14 @@ class World:
                 assert sum(node.standing is Standing.REPAIRING for node in self.state.nodes) <= 2
             case TellRepair() if order.permit.allowed:
                 assert not self.state.breaker.is_open or self.was_told(before, order)
+                if not self.begun_anew and not self.was_told(before, order):
+                    request = next(one for one in before.requests if (one.workflow, one.run) == (order.workflow, order.permit.run))
+                    on = {one.claim.job for one in self.state.claims if any(place.node == request.node for place in one.places)}
+                    assert on <= {request.job}, "nothing is done to a node that another job has"
+            case AskToLeave() if not order.withdraw.withdrawn:
+                node = next(node for node in self.state.nodes if node.name == order.withdraw.node)
+                assert order.withdraw == (node.drain or node.leave) and order.job in node.told
+                assert node.standing is Standing.QUARANTINED or (node.standing is Standing.SUSPECT and not self.state.breaker.is_open)
             case Reclaim():
                 present = self.jobs.get(order.job)
                 assert present is None or present.submission > order.submission or order.job in self.said_it_ended()
@@ -200,12 +220,19 @@ class World:
         assert not self.state.breaker.is_open or set(names) <= set(claim.keep), "who can run with what it has waits for no breaker"
         for place in grant.places:
             node = next(node for node in self.state.nodes if node.name == place.node)
+            if place.node in claim.stays and (wish := node.drain or node.leave) is not None and self.now < wish.until:
+                continue  # it has a while
             assert node.drain is None
             assert node.standing is Standing.IN_SERVICE or (place.node in claim.keep and node.standing is Standing.QUARANTINED)
             assert not place.gpus or len(place.gpus) == claim.gpus
             mine = set(place.gpus or range(node.spec.gpus))
-            for (job, _), gpus in self.ranks[place.node].items():
-                assert job == claim.job or not mine & set(gpus or range(node.spec.gpus)), "nobody else lives there, in truth"
+            if place.node not in claim.keep and node.spec.gpus:
+                at, used = self.seen[place.node]
+                assert not mine & used, "nobody is given what a stranger was seen to use"
+                assert self.now - at < timedelta(seconds=10), "that was seen a moment ago"
+                assert not node.short, "nobody is given a node that lacks GPUs"
+            for (job, _), share in self.ranks[place.node].items():
+                assert job == claim.job or not mine & set(share or range(node.spec.gpus)), "nobody else lives there, in truth"
 
     def was_told(self, before: FleetState, order: TellRepair) -> bool:
         return any(one.permit == order.permit for one in before.answered)
@@ -213,10 +240,12 @@ class World:
     def said_it_ended(self) -> list[str]:
         return [record.claim.job for record in self.state.claims if record.closed] + [one.job for one in self.state.given_back]
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: Order, before: FleetState) -> None:
         match order:
             case Look():
-                self.looking.append(order.nodes)
+                assert set(order.read) <= set(order.nodes), "whose GPUs are read is looked at"
+                assert not any(node.repair or not node.spec.gpus for node in before.nodes if node.name in order.read)
+                self.looking.append(order)
             case TellJob():
                 self.to_jobs.append((order.job, order.grant))
             case TellOffer():
@@ -240,8 +269,13 @@ class World:
                 assert len(self.acting) <= 2
             case AskToLeave():
                 job = self.jobs.get(order.job)
-                if job is not None and job.runs and job.holds(order.withdraw.node):
-                    self.relaunch(job, order.withdraw.node)
+                if job is not None and order.withdraw.withdrawn:
+                    job.stays.pop(order.withdraw.node, None)
+                elif job is not None and job.runs and job.holds(order.withdraw.node):
+                    if self.says_no:
+                        self.says_no, job.stays[order.withdraw.node] = False, order.withdraw.until
+                    else:
+                        self.relaunch(job, order.withdraw.node)
             case _:
                 pass
 
@@ -270,6 +304,7 @@ class World:
             most,
             job.had if most else 0,
             more_at,
+            tuple(node for node in keep if node in job.stays),
         )
         self.to_fleet.append(Claimed(claim))
 
@@ -341,12 +376,18 @@ class World:
             if job.most > job.wanted:
                 self.go_on_with_all(job)
 
-    def see(self, node: str) -> NodeLook:
+    def see(self, node: str, read: bool = False) -> NodeLook:
         if node in self.silent:
             return NodeLook(node, silent="no route to host")
         held = "a repair holds it" if node in self.repairs else ""
         living = tuple(Living(job, submission, 1) for job, submission in sorted(self.ranks[node]))
-        return NodeLook(node, boot_id="boot", held=held, living=living)
+        look = NodeLook(node, boot_id="boot", held=held, living=living)
+        count = next(one.gpus for one in FILE if one.name == node)
+        if not read or held or not count:
+            return look
+        used = ((gpu, "alice") for gpu in sorted(self.strangers[node]) if gpu < count)
+        lost = ("0000:5e:00.0",) if node in self.lost else ()
+        return replace(look, inventory=gpus(count - len(lost), *used, lost=lost))
 
     def release(self, node: str) -> None:
         self.learn(ReleaseAsked(node, "clean", "grace"))
@@ -354,7 +395,10 @@ class World:
             self.quarantined.discard(node)
 
     def finish_look(self) -> None:
-        self.learn(Looked(tuple(self.see(node) for node in self.looking.pop(0))))
+        order = self.looking.pop(0)
+        looks = tuple(self.see(node, node in order.read) for node in order.nodes)
+        self.seen |= {one.node: (self.now, {gpu for use in one.inventory.used for gpu in use.gpus}) for one in looks if one.inventory}
+        self.learn(Looked(looks))
 
     def finish_reclaim(self) -> None:
         order = self.reclaiming.pop(0)
@@ -367,17 +411,20 @@ class World:
 
     def finish_repair(self, node: str, outcome: Any) -> None:
         run = self.repairs.pop(node)
+        self.lost -= {node} if outcome == "done" else set()
         self.acting.discard(node)
         healthy = Verdict.HEALTHY if outcome == "done" else Verdict.UNKNOWN
-        self.to_fleet.append(RepairEnded(node, f"repair/gpus/{node}", str(run), "fleet gpus", "", outcome, healthy, "it was examined"))
+        job = self.ordered.pop(node, "")
+        by = f"job {job}" if job else "fleet gpus"
+        self.to_fleet.append(RepairEnded(node, f"repair/gpus/{node}", str(run), by, job, outcome, healthy, "it was examined"))
 
     def deliver(self) -> None:
         if self.to_fleet:
             self.learn(self.to_fleet.pop(0))
 
-    def move(self, number: int) -> None:
+    def move(self, number: int, moves: tuple[str, ...] = ()) -> None:
         draw = Random(number)
-        kind = draw.choice(MOVES)
+        kind = draw.choice(moves or MOVES)
         node = draw.choice(FILE).name
         name = draw.choice(JOBS)
         job = self.jobs.get(name)
@@ -414,13 +461,39 @@ class World:
                 self.relaunch(job, bad, (evidence,))
             case "silence":
                 self.silent ^= {node}
+            case "stranger":
+                self.strangers[node] ^= {draw.randrange(8)}
+            case "lose":
+                self.lost ^= {node}
             case "repair" if self.repairs:
                 self.finish_repair(draw.choice(sorted(self.repairs)), draw.choice(("done", "done", "refused", "ambiguous")))
             case "permit" if self.repairs:
                 at = draw.choice(sorted(self.repairs))
                 step: Any = draw.choice(("reset", "reboot"))
-                request = PermitRequest(f"repair/gpus/{at}", str(self.repairs[at]), draw.randint(1, 3), at, step, "Xid 79", self.now)
+                request = PermitRequest(
+                    f"repair/gpus/{at}",
+                    str(self.repairs[at]),
+                    draw.randint(1, 3),
+                    at,
+                    step,
+                    "Xid 79",
+                    self.now,
+                    job=self.ordered.get(at, ""),
+                )
                 self.to_fleet.append(PermitWanted(request))
+            case "order" if job is not None and job.runs and not job.waits:
+                at = draw.choice(job.places).node
+                if at not in self.repairs:
+                    self.stop(job, at)
+                    self.runs += 1
+                    self.repairs[at], self.ordered[at] = self.runs, name
+                    self.learn(RepairBegan(at, f"repair/gpus/{at}", str(self.runs), f"job {name}", "Xid 119"))
+            case "stay":
+                self.says_no = True
+            case "leave" if job is not None and job.runs and (due := [node for node, until in job.stays.items() if self.now >= until]):
+                job.stays.pop(due[0])
+                if job.holds(due[0]):
+                    self.relaunch(job, due[0])
             case "quarantine":
                 self.learn(QuarantineAsked(node, "dust", "grace", draw.choice((None, timedelta(minutes=30)))))
                 self.quarantined.add(node)
@@ -443,6 +516,9 @@ class World:
     def calm_down(self) -> None:
         """Everything answers, nobody fails, all that is under way ends well."""
         self.silent.clear()
+        self.lost.clear()
+        for used in self.strangers.values():
+            used.clear()
         while self.to_fleet:
             self.deliver()
         self.learn(Applied("act", FILE, LIMITS))
@@ -477,8 +553,16 @@ MOVES = (
     *("submit",) * 5,
     *("fail", "permit") * 4,
     *("reclaim", "repair", "notice") * 2,
-    *("repeat", "lost", "end", "terminate", "silence", "quarantine", "release", "pause", "resume", "file", "anew"),
+    *("stranger",) * 3,
+    *("order", "permit") * 2,
+    *("stay", "leave"),
+    *("repeat", "lost", "lose", "end", "terminate", "silence", "quarantine", "release", "pause", "resume", "file", "anew"),
 )
+SHARED = (
+    *("fail", "order", "permit", "deliver", "deliver", "hear", "hear", "look", "look") * 2,
+    *("stay", "leave", "repair", "wait", "wait", "release", "resume", "quarantine", "terminate", "notice", "reclaim", "submit"),
+)
+"""Jobs that share nodes, one of which has evidence against them."""
 RUNS = st.lists(st.integers(0, 2**16), min_size=40, max_size=120)
 
 
@@ -502,6 +586,23 @@ def test_no_gpu_has_two_owners_and_whoever_can_be_served_is_in_the_end(numbers: 
     assert {record.claim.job for record in world.state.claims} <= {job.name for job in world.jobs.values()}
 
 
+@given(st.lists(st.integers(0, 2**16), min_size=30, max_size=60))
+@searched(15)
+def test_a_node_that_several_jobs_share_is_repaired_only_when_the_others_have_left_it(numbers: list[int]) -> None:
+    """What is checked is with each order, above; whoever was asked leaves, or says no and leaves when it has to."""
+    world = World()
+    for name in JOBS:
+        world.submit(name, 1, 2, 0)
+    while not all(job.runs for job in world.jobs.values()):
+        world.go_on()
+    assert Counter(place.node for job in world.jobs.values() for place in job.places)["n5"] > 1, "they share"
+    for number in numbers:
+        world.move(number, SHARED)
+    world.calm_down()
+    world.settle()
+    assert all(not node.told and node.leave is None for node in world.state.nodes), "nobody wants a node that is in service"
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from((0, 2, 4, 8))), min_size=1, max_size=12))
 @searched(15)
 def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_they_want_the_same(wanted: list[tuple[int, int]]) -> None:
@@ -509,11 +610,11 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
     now: datetime = T0
     state = FleetState("gpus")
     specs = nodes("n1", "n2", "n3", "n4")
-    looks = Looked(tuple(NodeLook(node.name) for node in specs))
+    looks = Looked(tuple(NodeLook(node.name, inventory=gpus()) for node in specs))
     for fact in (Applied("act", specs, LIMITS), JobsFound(()), Remembered(), looks):
         state = learn(state, fact, now)
-    for number, (count, gpus) in enumerate(wanted):
-        claim = Claim(f"j{number:02}", 1, 1, count, gpus, since=T0 + timedelta(seconds=number))
+    for number, (count, each) in enumerate(wanted):
+        claim = Claim(f"j{number:02}", 1, 1, count, each, since=T0 + timedelta(seconds=number))
         state = learn(state, Claimed(claim), now)
     served: list[int] = []
     running: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recovery.model import Slot, Token
-from recovery.ranks import common_environment, rank_environments, ranks_of
+from recovery.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
 from tests.recovery.builders import running, spec
 
 TOKEN = Token("default", "llama", 1000, 3)
@@ -20,11 +20,36 @@ TOKEN = Token("default", "llama", 1000, 3)
         ({"nproc_per_node": 2}, 0, (0, 1)),
         ({"nproc_per_node": 2}, 1, (2, 3)),
         ({"nproc_per_node": 8}, 1, tuple(range(8, 16))),
-        ({"nproc_per_node": 8, "launcher": "torchrun"}, 1, (1,)),
+        ({"nproc_per_node": 8, "launcher": "torchrun"}, 1, tuple(range(8, 16))),
     ],
 )
 def test_ranks_are_counted_node_by_node(written: dict[str, Any], group_rank: int, ranks: tuple[int, ...]) -> None:
     assert ranks == ranks_of(group_rank, spec(**written))
+
+
+@pytest.mark.parametrize(
+    ("written", "numbers"),
+    [
+        pytest.param({"nproc_per_node": 2}, [(0, 1), (2, 3)], id="every rank"),
+        pytest.param({"nproc_per_node": 2, "launcher": "torchrun"}, [(4,), (5,)], id="launchers, counted behind all ranks"),
+        pytest.param(
+            {"nodes": {"min": 1, "max": 3}, "nproc_per_node": 2, "launcher": "ft_launcher"}, [(6,), (7,)], id="behind the most there are"
+        ),
+    ],
+)
+def test_what_relaunch_starts_itself_has_a_number_of_its_own(written: dict[str, Any], numbers: list[tuple[int, ...]]) -> None:
+    assert numbers == [processes_of(group_rank, spec(**written)) for group_rank in (0, 1)]
+
+
+def test_a_launcher_is_given_what_is_not_its_own_to_say_to_its_ranks() -> None:
+    below = spec(nproc_per_node=8, launcher="torchrun", env={"NCCL_DEBUG": "WARN"})
+    shared = common_environment(TOKEN, below, 2, 8, "10.0.0.1", 29500)
+    assert shared == {"NCCL_DEBUG": "WARN", "RELAUNCH_JOB": "llama", "RELAUNCH_GENERATION": "3"}
+    place = {"GROUP_RANK": "1", "RELAUNCH_NODE": "n2", "MA_SCHEDULE_CNT": "2", "MA_PROC_START_CNT": "5"}
+    shares = {**place, "CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert rank_environments(1, Slot("n2", "10.0.0.2", scheduled=2, started=5), below) == (place,)
+    assert rank_environments(1, Slot("n2", "10.0.0.2", scheduled=2, started=5, gpus=(2, 3)), below) == (shares,)
+    assert restart_counts(TOKEN, 8) == {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "8"}
 
 
 def test_s3_11_all_ranks_share_torchelastics_names_and_the_variables_of_the_job() -> None:

@@ -105,13 +105,50 @@ def test_a_job_file_of_another_shape_is_refused_where_it_stands(written: dict[st
         pytest.param({"nodes": 4, "nproc_per_node": 8}, 4, 8, 32, id="four nodes of eight"),
         pytest.param({"nodes": {"min": 3, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="a range of one size"),
         pytest.param({"nodes": {"min": 2, "max": 3}, "nproc_per_node": 8}, 3, 8, 24, id="at most, where it may change"),
-        pytest.param({"nodes": 4, "nproc_per_node": 8, "launcher": "torchrun"}, 4, 1, 4, id="a launcher that forks the rest itself"),
-        pytest.param({"nodes": 2, "nproc_per_node": 8, "launcher": "ft_launcher"}, 2, 1, 2, id="another one"),
+        pytest.param({"nodes": 4, "nproc_per_node": 8, "launcher": "torchrun"}, 4, 8, 32, id="whoever starts them"),
     ],
 )
-def test_how_many_processes_a_job_starts(written: dict[str, Any], node_count: int, ranks_per_node: int, world_size: int) -> None:
+def test_how_many_ranks_a_job_has(written: dict[str, Any], node_count: int, ranks_per_node: int, world_size: int) -> None:
     job = spec(**written)
     assert (node_count, ranks_per_node, world_size) == (job.node_count, job.ranks_per_node, job.world_size)
+
+
+@pytest.mark.parametrize(("launcher", "processes"), [("none", 8), ("torchrun", 1), ("ft_launcher", 1)])
+def test_how_many_processes_relaunch_starts_on_a_node(launcher: str, processes: int) -> None:
+    assert processes == spec(nproc_per_node=8, launcher=launcher).processes_per_node
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "ft_launcher"])
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        (["torchrun", "--nproc-per-node=8", "train.py"], "torchrun"),
+        (["/opt/conda/bin/torchrun", "train.py"], "torchrun"),
+        (["ft_launcher", "train.py"], "ft_launcher"),
+        (["accelerate", "launch", "train.py"], "accelerate"),
+        (["python", "-m", "torch.distributed.run", "train.py"], "-m torch.distributed.run"),
+        (["/usr/bin/python3.11", "-u", "-m", "torch.distributed.launch", "train.py"], "-m torch.distributed.launch"),
+    ],
+)
+def test_two_launchers_one_within_the_other_are_refused(launcher: str, command: list[str], found: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        spec(command=command, launcher=launcher)
+    told = f"launcher: {launcher} puts {launcher} before it"
+    assert refusal(error)[1] == f"command: {found} starts ranks itself: give the command of one rank; {told}"
+    assert spec(command=command).launcher == "none"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "train.py", "-m", "torch.distributed.run"],
+        ["python", "-m", "train"],
+        ["python"],
+        ["./train", "-m", "torch.distributed.run"],
+    ],
+)
+def test_a_command_that_only_mentions_a_launcher_is_a_rank(command: list[str]) -> None:
+    assert spec(command=command, launcher="torchrun").command == tuple(command)
 
 
 @pytest.mark.parametrize(

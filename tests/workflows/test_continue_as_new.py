@@ -116,6 +116,7 @@ async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(make_shor
         await job.result()
 
 
+@pytest.mark.long
 async def test_closed_incidents_beyond_ten_go_to_the_archive_and_none_is_missing(make_rig: MakeRig) -> None:
     faults = 13
     happenings = [Exit(generation=g, rank=0, exit_code=1, after=0.2) for g in range(1, faults + 1)]

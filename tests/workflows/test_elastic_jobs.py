@@ -159,6 +159,7 @@ async def test_s3_3_the_rung_shrink_leaves_the_suspect_and_takes_no_other_node(m
         await ended(job)
 
 
+@pytest.mark.long
 async def test_s3_3_shares_of_nodes_shrink_and_grow_too(make_rig: MakeRig) -> None:
     async with make(make_rig, gpus=4) as rig:
         job = await rig.submit(policy(**SOON), nodes=RANGE, gpus_per_node=2)
@@ -208,6 +209,7 @@ async def test_s3_3_an_offer_that_is_not_there_any_more_restarts_nothing_and_one
         await ended(job)
 
 
+@pytest.mark.long
 async def test_s3_3_what_was_offered_goes_back_when_a_fault_comes_first(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its claim for more is under way when a person wants it launched anew: that one counts."""
     reached = stall_growth(monkeypatch)
@@ -246,6 +248,7 @@ def stall_growth(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return reached
 
 
+@pytest.mark.long
 async def test_s3_3_a_worker_that_dies_between_the_offer_and_the_launch_changes_nothing(
     server: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+from recovery.fleet.inventory import GpuUse, Inventory
 from recovery.fleet.model import (
     Breaker,
     Claim,
@@ -18,9 +19,11 @@ from recovery.fleet.model import (
     Standing,
     Withdraw,
 )
+from recovery.model import Leaving, Phase
 from recovery.spec import FleetNode
+from tests.recovery.builders import running
 from workflows.fleet_details import fleet_details
-from workflows.search_attributes import DETAILS_LIMIT
+from workflows.search_attributes import DETAILS_LIMIT, current_details
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 AGO = NOW - timedelta(minutes=12)
@@ -126,3 +129,44 @@ def test_jobs_that_would_take_more_and_what_is_offered_to_them_are_on_the_page()
     assert "- n2, n3 offered to job llama until 2026-11-21 03:00:00 UTC" in lines
     assert "- **llama** n1; takes up to 3 from 2026-11-21 02:48:00 UTC on" in lines
     assert "- **bert** 2 to 4 nodes since 2026-11-21 02:48:00 UTC: nobody has told it why yet" in lines
+
+
+def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
+    used = Inventory("H100", 8, used=(GpuUse((2,), "alice (python, pid 4242)"),))
+    lines = page(
+        fleet(
+            node("n1", inventory=used, read_at=NOW),
+            node("n2", inventory=replace(used, count=7), read_at=NOW),
+            node("n3", inventory=Inventory(unreadable="libnvidia-ml.so.1 is not on this node"), read_at=NOW),
+            node("n4", inventory=Inventory("H100", 8), read_at=NOW),
+            node("n5", inventory=Inventory("H100", 7), read_at=NOW, standing=Standing.SUSPECT, because="7 of 8 GPUs answer"),
+        )
+    )
+    at = lines.index("### GPUs that strangers use, that are missing or cannot be read (3)")
+    assert lines[at + 2 : at + 6] == [
+        "- **n1** GPU 2 is used by alice (python, pid 4242)",
+        "- **n2** 7 of 8 GPUs answer; GPU 2 is used by alice (python, pid 4242)",
+        "- **n3** GPUs unreadable, and given unseen: libnvidia-ml.so.1 is not on this node",
+        "",
+    ]
+
+
+def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when() -> None:
+    leave = Withdraw("n3", "Xid 79", "fleet lab", NOW + timedelta(hours=2))
+    suspect = {"standing": Standing.SUSPECT, "because": "Xid 79", "by": "job llama", "since": AGO, "leave": leave}
+    line = next(line for line in page(fleet(node("n3", **suspect, told=("bert", "vit")))) if line.startswith("- **n3**"))
+    assert line.endswith("by job llama: Xid 79; bert, vit asked to leave it by 2026-11-21 05:00:00 UTC, so that it can be examined")
+    assert "asked to leave" not in "\n".join(page(fleet(node("n3", **suspect))))
+
+
+def test_the_page_of_a_job_says_which_nodes_are_wanted_and_how_to_answer() -> None:
+    wanted = Leaving("n2", "swap its PSU", "carol", NOW + timedelta(hours=2))
+    lines = current_details(replace(running(), leaving=(wanted,)), NOW).splitlines()
+    told = "carol wants n2 by 2026-11-21 05:00 UTC: swap its PSU; it leaves at the next checkpoint"
+    assert any(line.startswith(f"- {told} (`answer llama approve --node n2`: at once;") for line in lines)
+    assert next(line for line in lines if line.startswith("**Next**")).count(told) == 1
+    said = '`{"decision": "approve", "node": "n2", "because": "…", "by": "you"}`'
+    assert f"- the update `answer` {said} has it leave n2 at once; `deny`: not before 2026-11-21 05:00:00 UTC" in lines
+    assert not any("wants" in line or "update" in line for line in current_details(running(), NOW).splitlines())
+    over = current_details(replace(running(), leaving=(wanted,), phase=Phase.FAILED), NOW)
+    assert "wants n2" not in over and "update" not in over

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backends.simulated import Exit, Progress, Script, Sick
+from backends.simulated import Exit, Progress, Script, Sick, Stranger
 from backends.simulated.health import bus_id
 from recovery.fleet.model import FleetState, Standing
 from recovery.model import Phase
@@ -50,6 +50,44 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         await ended(jobs[1], third)
         state = await until_fleet(rig, lambda state: not state.claims, "no claim")
         assert [record.claim for record in state.claims] == []
+
+
+async def test_s2_10_jobs_get_gpus_that_no_stranger_uses_and_one_that_wants_the_node_is_told_who_is_there(make_rig: MakeRig) -> None:
+    async with make(make_rig, Stranger(node="n1", gpu=1), nodes=1, gpus=4) as rig:
+        part = await rig.submit(nodes=1, gpus_per_node=2)
+        await part.until_phase(Phase.RUNNING)
+        shares = {call.order.rank_env[0]["CUDA_VISIBLE_DEVICES"] for call in rig.backend.calls if call.command == "start"}
+        assert shares == {"0,2"}
+        await ended(part)
+        whole = await rig.submit(nodes=1)
+        said = "n1: GPU 1 is used by alice (python, pid 4242)"
+        await whole.until(lambda s: s.phase is Phase.QUEUED and said in s.because, "told who is there")
+        record = (await fleet_state(rig)).nodes[0]
+        assert record.inventory is not None
+        assert (record.inventory.model, record.inventory.driver) == ("NVIDIA H100 80GB HBM3", "570.148.08")
+        await ended(whole)
+
+
+@pytest.mark.long  # a node on which a stranger was seen is read again after ten seconds
+async def test_s2_10_a_job_that_waits_for_a_stranger_runs_when_he_has_left(make_rig: MakeRig) -> None:
+    async with make(make_rig, Stranger(node="n1", gpu=1), nodes=1, gpus=4) as rig:
+        job = await rig.submit(nodes=1)
+        await job.until(lambda s: s.phase is Phase.QUEUED and "GPU 1 is used by alice" in s.because, "told who is there")
+        rig.backend.leave("n1")
+        await job.until_phase(Phase.RUNNING)
+        await ended(job)
+
+
+async def test_s2_10_a_node_that_has_lost_a_gpu_is_examined_and_repaired_before_a_job_lands_on_it(make_rig: MakeRig) -> None:
+    lost = Sick(node="n1", gpu_lost=3, until="reboot")
+    async with make(make_rig, lost, nodes=1, gpus=4, limits={"nodes_out": "100%"}) as rig:
+        job = await rig.submit(nodes=1)
+        await job.until_phase(Phase.RUNNING)
+        first = min(index for index, call in enumerate(rig.backend.calls) if call.command == "prepare")
+        before = [call.command for call in rig.backend.calls[:first]]
+        assert "reboot" in before, "it was repaired first"
+        assert standing(await fleet_state(rig), "n1") is Standing.IN_SERVICE
+        await ended(job)
 
 
 async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired_for_the_next_job(make_rig: MakeRig) -> None:

@@ -88,6 +88,7 @@ async def test_a_gang_that_is_stuck_without_a_lost_node_is_launched_elsewhere_on
         await job.result()
 
 
+@pytest.mark.long
 async def test_a_rank_that_fails_while_a_node_is_lost_is_the_lost_nodes_doing(make_rig: MakeRig) -> None:
     script = Script(
         (Exit(generation=1, rank=0, exit_code=1, after=2.5, log_tail=("RuntimeError: Connection reset by peer",)),), then="succeed"

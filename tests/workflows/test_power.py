@@ -196,6 +196,7 @@ async def test_a_node_that_cannot_reboot_has_its_power_cycled(server: Client, tm
         assert world.asked == [("reboot", False), ("reboot", True)]
 
 
+@pytest.mark.long
 async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_without_it_keeps_it(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,7 @@ async def test_a_node_without_a_power_command_is_refused_one(server: Client, tmp
         )
 
 
+@pytest.mark.long
 async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_again(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +293,7 @@ async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_aga
         assert ended.because.startswith("n1 was rebooted and is healthy"), "by its power or not, nobody knows"
 
 
+@pytest.mark.long
 async def test_where_repairs_are_asked_for_the_power_is_asked_for_by_itself(server: Client, tmp_path: Path, agent: Path) -> None:
     async with made(server, tmp_path, agent, reboots=["false"], repairs="ask") as world:
         repair = await world.order(approved_by="ada")

@@ -106,6 +106,7 @@ async def test_S1_6_a_reboot_whose_answer_is_lost_is_looked_at_and_happens_once(
         assert did(rig, "rebooted") == [("n2", "reboot")]
 
 
+@pytest.mark.long
 async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_what_is_there(make_rig: MakeRig) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
     async with make(make_rig, FAILS, sick, faults=(Fault(kind="lose_answer", command="diagnose", node="n2"),)) as rig:
@@ -160,6 +161,7 @@ async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_o
         assert did(rig, "began")[1:] == []
 
 
+@pytest.mark.long
 async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_it_come_to_its_end(make_rig: MakeRig) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
     async with make(make_rig, FAILS, sick, repairs="ask") as rig:

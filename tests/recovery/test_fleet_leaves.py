@@ -1,0 +1,313 @@
+"""Who is asked to leave a node: a person drains it, or another job's evidence is against it. And who hears that it is over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from recovery.causes import Cause
+from recovery.evidence import Verdict
+from recovery.fleet.facts import (
+    Applied,
+    Claimed,
+    JobsClosed,
+    JobsFound,
+    PauseAsked,
+    PermitWanted,
+    QuarantineAsked,
+    Reclaimed,
+    ReleaseAsked,
+    Remembered,
+    ResumeAsked,
+)
+from recovery.fleet.memory import memory
+from recovery.fleet.model import Claim, PermitRequest, Place, Standing, Withdraw
+from recovery.fleet.orders import AskToClaim, AskToLeave, StartRepair, TellJob, TellRepair
+from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
+
+TWO_HOURS = T0 + timedelta(hours=2)
+XID = Withdraw("n2", "it failed on n2", "fleet gpus", TWO_HOURS)
+DRAIN = QuarantineAsked("n2", "swap its PSU", "carol", timedelta(hours=1))
+STILL_THERE: dict[str, Any] = {"keep": ("n2",), "holds": (Place("n2", gpus=(2, 3)),), "stays": ("n2",)}
+PSU = Withdraw("n2", "swap its PSU", "carol", T0 + timedelta(hours=1))
+
+
+def share(desk: Desk, *jobs: str) -> Desk:
+    """Each has two of the eight GPUs of n2."""
+    for number, job in enumerate(jobs):
+        desk.claim(job, 1, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),))
+    return desk
+
+
+def shared(**more: Any) -> Desk:
+    return share(Desk(*nodes("n1", "n2", "n3", "n4"), **more), "a", "b")
+
+
+def accuse(desk: Desk, job: str = "a", seq: int = 2, **more: Any) -> list[Any]:
+    """It leaves n2 by its own evidence, and is granted another one."""
+    evidence = (suspect("n2", isolate=True, **more),)
+    return desk.claim(job, 1, seq=seq, gpus=2, running=True, avoid=("n2",), suspects=evidence)
+
+
+def over(desk: Desk, because: str = "it is in service again") -> Withdraw:
+    return Withdraw("n2", because, "fleet gpus", desk.now, withdrawn=True)
+
+
+# --- a suspect that others share
+
+
+def test_whoever_shares_a_suspect_is_asked_to_leave_it_once_and_the_node_is_examined_when_nobody_has_it() -> None:
+    desk = shared()
+    assert AskToLeave("b", XID) in accuse(desk) and len(desk.of(AskToLeave)) == 1
+    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (Standing.SUSPECT, XID, ("b",))
+    assert desk.node("n2").drain is None, "no person has drained it"
+    desk.now += timedelta(minutes=5)
+    assert [order for order in desk.go() if isinstance(order, AskToLeave | StartRepair)] == []
+    desk.claim("b", 1, seq=2, gpus=2, running=True, avoid=("n2",))
+    assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
+    assert desk.go(began("n2"), ended("n2")) == []
+    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (Standing.IN_SERVICE, None, ())
+
+
+def test_the_time_to_leave_is_the_fleet_file_s() -> None:
+    desk = shared(leave_within="20m")
+    accuse(desk)
+    assert desk.of(AskToLeave) == [AskToLeave("b", replace(XID, until=T0 + timedelta(minutes=20)))]
+
+
+def test_a_job_whose_fault_came_to_nothing_is_asked_as_well() -> None:
+    desk = shared()
+    harmless = (suspect("n2", 1, Cause.APPLICATION),)
+    desk.claim("b", 1, seq=2, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2, 3)),), suspects=harmless)
+    accuse(desk)
+    assert [order.job for order in desk.of(AskToLeave)] == ["b"]
+
+
+def test_jobs_that_both_accuse_it_leave_by_themselves() -> None:
+    desk = shared()
+    for job in ("a", "b"):
+        desk.claim(job, 1, seq=2, gpus=2, running=True, holds=("n2",), suspects=(suspect("n2", isolate=True),))
+        assert [order.job for order in desk.of(AskToLeave)] == (["b"] if job == "a" else [])
+    alone = share(Desk(), "a")
+    alone.claim("a", 1, seq=2, gpus=2, running=True, holds=("n2",), suspects=(suspect("n2", isolate=True),))
+    assert (alone.of(AskToLeave), alone.node("n2").leave) == ([], None)
+
+
+@pytest.mark.parametrize("how", ["release", "retracted", "quarantine"])
+def test_a_job_that_was_asked_hears_that_nobody_wants_the_node_any_more(how: str) -> None:
+    desk = shared()
+    accuse(desk, cause=Cause.HANG)
+    if how == "release":
+        desk.go(ReleaseAsked("n2", "reseated", "grace"))
+        assert desk.orders == [AskToLeave("b", over(desk))]
+    elif how == "quarantine":
+        desk.go(QuarantineAsked("n2", "mine", "grace"))
+        assert desk.orders == [AskToLeave("b", over(desk, "it is quarantined, and whoever has it may stay"))]
+    else:
+        again = (suspect("n2", isolate=True, cause=Cause.HANG), suspect("n1", 2, Cause.HANG))
+        desk.claim("a", 1, seq=3, gpus=2, running=True, keep=("n1",), suspects=again)
+        assert desk.of(AskToLeave) == [AskToLeave("b", over(desk))]
+        assert desk.node("n2").standing is Standing.IN_SERVICE
+    assert (desk.node("n2").leave, desk.node("n2").told) == (None, ())
+    assert desk.go() == []
+
+
+def test_nobody_leaves_for_a_repair_that_would_not_be_done() -> None:
+    watched = shared()
+    watched.go(Applied("observe", watched.specs, watched.limits))
+    accuse(watched)
+    assert watched.of(AskToLeave) == []
+    desk = shared()
+    desk.go(PauseAsked("", "grace"))
+    accuse(desk)
+    assert desk.of(AskToLeave) == []
+    desk.now += timedelta(minutes=1)
+    later = replace(XID, until=TWO_HOURS + timedelta(minutes=1))
+    assert desk.go(ResumeAsked("", "grace")) == [AskToLeave("b", later)]
+    assert desk.go(PauseAsked("", "grace")) == [AskToLeave("b", over(desk, "nothing is repaired at the moment"))]
+    assert desk.go(PauseAsked("", "grace")) == []
+    assert desk.go(ResumeAsked("", "grace")) == [AskToLeave("b", later)]
+
+
+def test_who_waits_for_nodes_hears_it_too_and_who_has_left_or_ended_does_not() -> None:
+    desk = share(Desk(*nodes("n1", "n2", "n3")), "a", "b", "c", "d")
+    accuse(desk)
+    assert [order.job for order in desk.of(AskToLeave)] == ["b", "c", "d"]
+    desk.claim("b", 3, seq=2, gpus=2, running=True, avoid=("n2",))
+    desk.claim("c", 1, seq=2, gpus=2, running=True, avoid=("n2",))
+    desk.go(JobsClosed((("d", 1),)))
+    assert (desk.record("b").waits, desk.record("c").waits) == (True, False)
+    desk.go(ReleaseAsked("n2", "", ""))
+    assert [order.job for order in desk.of(AskToLeave)] == ["b"]
+
+
+# --- a no
+
+
+def test_a_job_that_stays_keeps_the_node_through_its_own_relaunches_until_it_has_to_leave() -> None:
+    desk = shared()
+    accuse(desk)
+    desk.claim("b", 2, seq=2, gpus=2, running=True, keep=("n2",), holds=("n2",))
+    assert desk.granted()["b"] == ["n1", "n3"], "who says nothing gets another one in its place"
+    desk = shared()
+    accuse(desk)
+    desk.claim("b", 2, seq=2, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2, 3)),), stays=("n2",))
+    assert desk.granted()["b"] == ["n2", "n1"]
+    desk.now = TWO_HOURS
+    desk.claim("b", 2, seq=3, gpus=2, running=True, keep=("n2", "n1"), holds=("n2", "n1"), stays=("n2",))
+    assert desk.granted()["b"] == ["n1", "n3"]
+
+
+def test_a_no_to_a_person_s_drain_holds_as_long() -> None:
+    desk = shared()
+    desk.go(DRAIN)
+    desk.claim("b", 2, seq=2, gpus=2, running=True, keep=("n2",), holds=("n2",), stays=("n2",))
+    assert "n2" in desk.granted()["b"]
+    desk.now = PSU.until
+    desk.claim("a", 1, seq=2, gpus=2, running=True, keep=("n2",), holds=("n2",), stays=("n2",))
+    assert desk.granted() == {"a": ["n1"]}
+
+
+# --- people
+
+
+def test_a_drain_that_a_person_takes_back_is_taken_back_from_whoever_was_asked() -> None:
+    desk = shared()
+    assert desk.go(DRAIN) == [AskToLeave("a", PSU), AskToLeave("b", PSU)]
+    assert desk.go(ReleaseAsked("n2", "", "carol")) == [AskToLeave("a", over(desk)), AskToLeave("b", over(desk))]
+    assert desk.go() == []
+    desk.go(DRAIN)
+    assert desk.go(QuarantineAsked("n2", "later", "carol")) == [
+        AskToLeave(job, over(desk, "it is quarantined, and whoever has it may stay")) for job in ("a", "b")
+    ]
+
+
+def test_a_drain_takes_the_place_of_what_the_fleet_asked() -> None:
+    desk = shared()
+    accuse(desk)
+    assert desk.go(DRAIN) == [AskToLeave("b", PSU)]
+    assert (desk.node("n2").leave, desk.node("n2").drain) == (None, PSU)
+
+
+# --- a fleet that begins anew
+
+
+def test_a_fleet_that_begins_anew_asks_for_the_same_time_and_not_before_it_remembers() -> None:
+    before = shared()
+    accuse(before)
+    desk = Desk(begun=False)
+    desk.now += timedelta(minutes=30)
+    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("a", "b")))
+    for job, more in (("a", {"suspects": (suspect("n2", isolate=True),)}), ("b", STILL_THERE)):
+        desk.learn(Claimed(Claim(job, 1, 9, 1, 2, running=True, **more)))
+    desk.go()
+    assert desk.node("n2").standing is Standing.SUSPECT and desk.of(AskToLeave) == []
+    desk.go(memory(before.state))
+    assert desk.of(AskToLeave) == [AskToLeave("b", XID)]
+    assert [order.job for order in desk.of(TellJob)] == ["a"] and desk.record("b").granted is not None, "b goes on there meanwhile"
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_what_was_asked_is_remembered_where_nobody_has_spoken_since(drained: bool) -> None:
+    before = shared()
+    before.go(DRAIN) if drained else accuse(before)
+    desk = Desk(begun=False)
+    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("b",)), memory(before.state))
+    assert (desk.node("n2").leave, desk.node("n2").drain) == ((None, PSU) if drained else (XID, None))
+    desk.claim("b", 1, seq=9, gpus=2, running=True, keep=("n2",))
+    assert desk.of(AskToLeave) == [AskToLeave("b", PSU if drained else XID)]
+
+
+def test_a_release_since_is_the_last_word() -> None:
+    before = shared()
+    accuse(before)
+    desk = Desk(begun=False)
+    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), ReleaseAsked("n2", "", "grace"), memory(before.state))
+    assert (desk.node("n2").standing, desk.node("n2").leave) == (Standing.IN_SERVICE, None)
+
+
+# --- a repair that a job has ordered of a node that it shares
+
+
+def asks(desk: Desk, job: str = "a", seq: int = 1, **more: Any) -> list[tuple[bool, str]]:
+    request = PermitRequest("repair/gpus/n2", "r1", seq, "n2", "reset", "Xid 119 on n2", desk.now, job=job, **more)
+    desk.go(began("n2", by=f"job {job}"), PermitWanted(request))
+    return [(tell.permit.allowed, tell.permit.because) for tell in desk.of(TellRepair)]
+
+
+def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_asked_to_leave() -> None:
+    desk = shared()
+    assert asks(desk) == [(False, "job b has a part of n2 too, and was asked to leave it by 2026-03-01 14:00 UTC")]
+    wish = replace(XID, because="Xid 119 on n2")
+    assert desk.of(AskToLeave) == [AskToLeave("b", wish)], "not the one that was told so by the refusal"
+    node = desk.node("n2")
+    assert (node.standing, node.by, node.because, node.repair_acts) == (Standing.SUSPECT, "job a", "Xid 119 on n2", False)
+    desk.now += timedelta(minutes=10)
+    assert asks(desk, seq=2)[-1][1].endswith("by 2026-03-01 14:00 UTC"), "what was said stands"
+    desk.go(ended("n2", "refused", job="a", verdict=Verdict.UNKNOWN))
+    assert desk.node("n2").standing is Standing.SUSPECT
+    desk.claim("b", 1, seq=2, gpus=2, running=True, avoid=("n2",))
+    assert desk.of(StartRepair) == [], "the other one is there still"
+    desk.claim("a", 1, seq=2, gpus=2, running=True, avoid=("n2",))
+    assert desk.of(StartRepair) == [StartRepair("n2", "Xid 119 on n2")]
+
+
+def test_a_job_that_has_the_node_for_itself_may_repair_it() -> None:
+    desk = share(Desk(), "a")
+    assert asks(desk) == [(True, "repair 1 of 2 that may act at a time")]
+    assert desk.node("n2").standing is Standing.IN_SERVICE
+
+
+def test_a_job_s_repair_of_a_node_that_only_others_have_is_refused_and_nobody_leaves_for_it() -> None:
+    desk = shared()
+    because = "job a has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    assert (asks(desk, job="z"), desk.of(AskToLeave)) == ([(False, because)], [])
+    assert desk.node("n2").standing is Standing.IN_SERVICE
+
+
+def test_ranks_of_a_job_that_has_ended_are_waited_for() -> None:
+    desk = shared()
+    desk.busy = {"reclaim/b/1"}
+    desk.go(JobsClosed((("b", 1),)))
+    assert asks(desk) == []
+    assert desk.go(Reclaimed("b", 1, ("n2",))) != []
+    assert [tell.permit.allowed for tell in desk.of(TellRepair)] == [True]
+
+
+def test_while_repairs_are_paused_it_is_not_answered_and_nobody_leaves() -> None:
+    desk = shared()
+    desk.go(PauseAsked("", "grace"))
+    assert (asks(desk), desk.of(AskToLeave)) == ([], [])
+
+
+def test_a_node_that_a_person_has_quarantined_is_that_person_s() -> None:
+    desk = share(Desk(), "a", "b", "c")
+    desk.go(QuarantineAsked("n2", "mine", "carol"))
+    assert asks(desk) == [(False, "jobs b, c have a part of n2 too: drain the node to have it left")]
+    assert (desk.node("n2").by, desk.of(AskToLeave)) == ("carol", [])
+    desk.go(DRAIN)
+    assert asks(desk, seq=2) == [(False, "jobs b, c have a part of n2 too, and were asked to leave it by 2026-03-01 13:00 UTC")]
+
+
+def test_a_suspect_already_asked_about_is_not_asked_for_again() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3", gpus=16))
+    for number, job in enumerate("abcdefg"):
+        desk.claim(job, 1, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),))
+    accuse(desk, "g")
+    assert [order.job for order in desk.of(AskToLeave)] == list("abcdef")
+    ((allowed, because),) = asks(desk)
+    assert not allowed and because.startswith("jobs b, c, d, e and 1 more have a part of n2 too, and were asked to leave it by")
+    assert desk.of(AskToLeave) == []
+
+
+def test_a_fleet_that_began_anew_hears_first_who_shares_the_node() -> None:
+    desk = Desk(begun=False)
+    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(("a", "b")), Remembered())
+    desk.claim("a", 1, gpus=2, running=True, keep=("n2",))
+    assert asks(desk) == []
+    assert desk.of(AskToClaim) == []
+    desk.claim("b", 1, gpus=2, running=True, keep=("n2",))
+    assert [tell.permit.allowed for tell in desk.of(TellRepair)] == [False]

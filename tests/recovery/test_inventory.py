@@ -1,0 +1,464 @@
+"""What a fleet makes of what NVML says of its nodes: whose GPUs are given to nobody, which nodes are suspected, when each is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from recovery.evidence import Verdict
+from recovery.fleet.facts import Applied, Claimed, JobsFound, Looked, QuarantineAsked, ReleaseAsked, Remembered
+from recovery.fleet.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
+from recovery.fleet.model import Claim, Living, NodeLook, Place, Standing
+from recovery.fleet.orders import Look, StartRepair
+from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
+from tests.recovery.nodes import gpu, nvml
+
+ALICE = "alice (python, pid 4242)"
+SHORT = gpus(7, lost=("0000:5e:00.0",))
+
+
+def stranger(pid: Any = 4242, user: Any = "alice", program: Any = "python") -> dict[str, Any]:
+    return {"pid": pid, "used": 1, "ours": False, "user": user, "program": program}
+
+
+# --- what a node answers
+
+
+def test_a_healthy_node_is_told_in_few_words() -> None:
+    found = read_inventory(nvml(gpu(0, memory={"total": 85520809984, "used": 3 << 20})))
+    assert found == Inventory("NVIDIA H100 80GB HBM3", 8, 85520809984, (3, 0, 0, 0, 0, 0, 0, 0), "570.148.08", "13.570")
+
+
+@pytest.mark.parametrize(
+    ("processes", "who"),
+    [
+        ([stranger()], ALICE),
+        ([stranger(), stranger(4243), stranger(4244), stranger(4244)], "alice (python, pid 4242 and 2 more)"),
+        ([stranger(user=None, program=None)], "somebody (pid 4242)"),
+        ([stranger(pid="x", program=None)], "alice"),
+        ([stranger(user="a\nb\x1b[31m", program="x" * 99)], f"a b?[31m ({'x' * 31}…, pid 4242)"),
+    ],
+)
+def test_strangers_are_named(processes: Any, who: str) -> None:
+    assert read_inventory(nvml(gpu(0), gpu(1, processes=processes))).used == (GpuUse((1,), who),)
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [],
+        None,
+        {"unreadable": "NOT_SUPPORTED"},
+        ["4242"],
+        [{"pid": 4242, "used": 1, "ours": True}],
+        [stranger(program="nvidia-cuda-mps-server")],
+        [{"pid": 4242, "used": 1}],  # an agent that does not say whose they are
+    ],
+)
+def test_whoever_is_not_said_to_be_a_stranger_is_none(processes: Any) -> None:
+    assert read_inventory(nvml(gpu(0, processes=processes))).used == ()
+
+
+def test_lost_gpus_and_what_could_not_be_read_are_told_apart() -> None:
+    found = read_inventory(
+        nvml(
+            {"index": 0, "lost": "GPU_IS_LOST", "bus_id": "00000000:5E:00.0"},
+            {"index": 1, "lost": "GPU_IS_LOST", "bus_id": None},
+            {"index": 2, "lost": "GPU_IS_LOST", "bus_id": "1234"},
+            "nonsense",
+            gpu(4, memory={"unreadable": "UNKNOWN"}, name="NVIDIA A100", processes=[stranger()]),
+            count=6,
+        )
+    )
+    assert (found.count, found.lost) == (2, ("0000:5e:00.0", "GPU 1", "1234", "GPU 3"))
+    assert found.memory_used == (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, 0)
+    assert (found.model, found.memory, found.used) == ("NVIDIA A100, NVIDIA H100 80GB HBM3", 85520809984, (GpuUse((4,), ALICE),))
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({"unreadable": "libnvidia-ml.so.1 is not on this node"}, "libnvidia-ml.so.1 is not on this node"),
+        (None, "the node's answer lacks it"),
+        ([], "the node's answer makes no sense there"),
+        ({"driver": "1"}, "the node's answer lacks it"),
+        ({"gpus": [{}] * 65}, "the node's answer makes no sense there"),
+    ],
+)
+def test_what_cannot_be_read_is_a_fact_with_a_reason(answer: Any, why: str) -> None:
+    assert read_inventory(answer) == Inventory(unreadable=why)
+
+
+def test_programs_of_one_user_are_one_stranger_and_only_three_strangers_are_named() -> None:
+    everywhere = [gpu(index, processes=[stranger(100 + index)]) for index in range(4)]
+    others = [gpu(4 + index, processes=[stranger(7, user=user), stranger(8, user=user)]) for index, user in enumerate("bcde")]
+    used = read_inventory(nvml(*everywhere, *others)).used
+    assert used == (
+        GpuUse((0, 1, 2, 3), "alice (python, pid 100 and 3 more)"),
+        GpuUse((4,), "b (python, pid 7 and 1 more)"),
+        GpuUse((5,), "c (python, pid 7 and 1 more)"),
+        GpuUse((6, 7), "2 more"),
+    )
+    assert used_by(used[2:]) == "GPU 5 is used by c (python, pid 7 and 1 more), GPU 6, 7 are used by 2 more"
+
+
+def test_several_strangers_on_one_gpu_are_each_named() -> None:
+    used = read_inventory(nvml(gpu(0, processes=[stranger(), stranger(1, user="bob")]))).used
+    assert used == (GpuUse((0,), ALICE), GpuUse((0,), "bob (python, pid 1)"))
+
+
+@pytest.mark.parametrize(
+    ("inventory", "said"),
+    [
+        (gpus(8), ""),
+        (gpus(9), ""),
+        (gpus(7), "7 of 8 GPUs answer"),
+        (SHORT, "7 of 8 GPUs answer; 0000:5e:00.0 is lost"),
+        (gpus(8, lost=("a",)), "8 of 9 GPUs answer; a is lost"),
+        (gpus(3, lost=("a", "b", "c", "d", "e")), "3 of 8 GPUs answer; a, b, c and 2 more are lost"),
+        (Inventory(unreadable="no library"), ""),
+    ],
+)
+def test_what_a_node_lacks_in_words(inventory: Inventory, said: str) -> None:
+    assert shortage(inventory, 8) == said
+
+
+# --- strangers
+
+
+def visited(*names: str, **uses: tuple[int, ...]) -> Desk:
+    """A fleet, with GPUs that alice uses by node; it has just looked."""
+    desk = Desk(*nodes(*names))
+    for name, used in uses.items():
+        desk.gpus[name] = Inventory("H100", 8, used=(GpuUse(used, ALICE),))
+    desk.look()
+    return desk
+
+
+def test_s2_10_a_job_gets_gpus_that_no_stranger_uses() -> None:
+    desk = visited("n1", n1=(0, 2))
+    desk.claim("a", 1, gpus=2)
+    assert desk.grants()["a"].places == (Place("n1", "10.0.0.1", (1, 3)),)
+    desk.claim("b", 1, gpus=4)
+    assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (4, 5, 6, 7)),)
+
+
+def test_s2_10_a_job_that_wants_the_whole_node_waits_until_the_stranger_has_left_and_is_told_who_it_is() -> None:
+    desk = visited("n1", n1=(2,))
+    desk.claim("a", 1)
+    assert desk.grants("waiting")["a"].because == f"0 of 1 nodes: n1: GPU 2 is used by {ALICE}"
+    assert desk.wakes_in() == 10
+    assert desk.wait(seconds=10) == []
+    assert desk.state.looks == 2, "one reading every ten seconds while somebody waits"
+    del desk.gpus["n1"]
+    desk.wait(seconds=5)
+    assert desk.granted() == {}, "nobody has looked since"
+    desk.wait(seconds=5)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_another_node_is_given_where_a_stranger_computes_on_the_first() -> None:
+    desk = visited("n1", "n2", n1=(0,))
+    desk.claim("a", 1, gpus=8)
+    assert desk.granted() == {"a": ["n2"]}
+
+
+def test_small_jobs_go_where_a_stranger_is_so_that_large_ones_find_whole_nodes() -> None:
+    desk = visited("n1", "n2", n2=(7,))
+    desk.claim("small", 1, gpus=1)
+    desk.claim("large", 1)
+    assert desk.granted() == {"large": ["n1"]}
+    assert desk.record("small").places[0].node == "n2"
+
+
+def test_a_node_on_which_all_gpus_are_used_is_nobodys_and_looked_at_again() -> None:
+    desk = visited("n1", n1=tuple(range(8)))
+    desk.claim("a", 1, gpus=1)
+    assert f"GPU 0, 1, 2, 3, 4, 5, 6, 7 are used by {ALICE}" in desk.grants("waiting")["a"].because
+    del desk.gpus["n1"]
+    desk.wait(seconds=10)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_a_stranger_is_named_beside_the_job_that_has_the_rest() -> None:
+    desk = visited("n1", n1=(2,))
+    desk.claim("a", 1, gpus=2)
+    desk.claim("b", 1, gpus=6)
+    assert desk.grants("waiting")["b"].because == f"0 of 1 nodes: job a holds 1; n1: GPU 2 is used by {ALICE}"
+    desk.claim("c", 1, gpus=7)
+    assert ALICE not in desk.grants("waiting")["c"].because, "it could not have them anyway"
+
+
+def test_what_a_stranger_uses_is_kept_free_for_nobody() -> None:
+    """When he leaves is not for relaunch to know: a large job that waits for him keeps nothing from small ones."""
+    desk = visited("n1", "n2", n1=(0,))
+    desk.claim("large", 2)
+    desk.claim("small", 1)
+    assert desk.granted() == {"small": ["n2"]}
+    del desk.gpus["n1"]
+    desk.claim("small", 0, seq=2)
+    desk.wait(seconds=10)
+    assert desk.granted() == {"large": ["n1", "n2"]}
+
+
+def test_a_share_that_a_job_holds_is_its_own_whoever_else_computes_there() -> None:
+    desk = Desk(*nodes("n1"))
+    for job in ("a", "b"):
+        desk.claim(job, 1, gpus=2)
+    desk.gpus["n1"] = gpus(8, (0, ALICE), (2, ALICE))
+    desk.wait(minutes=6)
+    desk.claim("b", 1, seq=2, gpus=2, holds=(Place("n1", "", (2, 3)),), keep=("n1",), running=True)
+    assert desk.record("b").granted == (Place("n1", "10.0.0.1", (2, 3)),), "it goes on with what it has"
+    desk.claim("c", 1, gpus=2)
+    assert desk.grants()["c"].places[0].gpus == (4, 5)
+
+
+def test_a_gpu_beyond_those_of_the_fleet_file_is_in_nobodys_way() -> None:
+    desk = Desk(*nodes("n1", gpus=4))
+    desk.gpus["n1"] = gpus(8, (6, ALICE))
+    desk.look()
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_an_elastic_job_is_offered_and_given_no_node_on_which_a_stranger_computes() -> None:
+    desk = visited("n1", "n2", "n3", n2=(1,), n3=(1,))
+    desk.claim("a", 1, most=3)
+    desk.wait(seconds=10)
+    assert [place.node for place in desk.record("a").places] == ["n1"]
+    desk.claim("a", 1, seq=2, keep=("n1",), most=3, had=1, running=True, more_at=desk.now)
+    assert desk.state.offers == ()
+    desk.gpus.clear()
+    desk.wait(minutes=6)
+    assert [[place.node for place in one.places] for one in desk.state.offers] == [["n2", "n3"]]
+
+
+def test_a_node_whose_gpus_cannot_be_read_is_given_as_before() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = Inventory(unreadable="libnvidia-ml.so.1 is not on this node")
+    desk.look()
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_nodes_without_gpus_are_never_read() -> None:
+    desk = Desk(*nodes("n1", gpus=0), begun=False)
+    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
+    assert desk.settle() == [Look(("n1",))]
+    desk.learn(Looked((NodeLook("n1", inventory=gpus(0, (0, ALICE))),)))
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+    assert (desk.node("n1").strangers, desk.node("n1").short) == ((), "")
+
+
+# --- when
+
+
+def test_gpus_are_read_with_the_first_look_and_then_every_five_minutes_where_nobody_waits() -> None:
+    desk = Desk(begun=False)
+    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
+    read = []
+    while desk.now < T0 + timedelta(minutes=11):
+        for order in [one for one in desk.settle() if isinstance(one, Look)]:
+            desk.look(order.nodes, order.read)
+            read += [round((desk.now - T0).total_seconds())] if order.read else []
+        desk.now += timedelta(seconds=desk.wakes_in())
+    assert read == [0, 300, 600]
+
+
+def test_of_a_large_fleet_some_are_read_with_each_sweep_and_whoever_somebody_waits_for_at_once() -> None:
+    names = tuple(f"n{number}" for number in range(600))
+    desk = Desk(*nodes(*names), begun=False)
+    desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
+    (order,) = (one for one in desk.settle() if isinstance(one, Look))
+    assert (order.nodes, order.read) == (names, names[:512])
+    desk.look(order.nodes, order.read)
+    desk.now += timedelta(seconds=60)
+    desk.settle()
+    assert desk.of(Look)[0].read == names[512:]
+    desk.look(names, names[512:])
+    desk.now += timedelta(seconds=60)
+    desk.learn(Claimed(Claim("a", 1, 1, 600, since=desk.now)))
+    desk.settle()
+    assert desk.of(Look)[0].read == names[:512], "as many as are looked at for somebody at a time"
+
+
+def test_a_node_that_was_not_read_within_ten_seconds_is_read_before_it_is_given() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.now += timedelta(seconds=60)
+    assert desk.settle() == [Look(("n1",))]
+    desk.look(("n1",), ())
+    desk.busy = {"look"}
+    desk.now += timedelta(seconds=0.5)
+    desk.claim("a", 1)
+    assert desk.granted() == {}, "it has answered, and nobody knows who computes there"
+    desk.busy = set()
+    assert [one for one in desk.settle() if isinstance(one, Look)] == [look("n1")], "at once: the last look did not ask"
+    desk.look()
+    desk.settle()
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_a_reading_that_does_not_end_is_looked_for_every_two_seconds_and_keeps_only_its_own_node() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.now += timedelta(minutes=6)
+    desk.unread.add("n1")
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n2"]}
+    desk.claim("b", 1)
+    assert desk.granted() == {}
+    assert desk.wakes_in() == 2
+    desk.unread.clear()
+    desk.wait(seconds=2)
+    assert desk.granted() == {"b": ["n1"]}
+
+
+def test_a_reading_that_takes_long_is_asked_for_again_although_nobody_waits_and_then_not_before_the_next_one() -> None:
+    desk = Desk(*nodes("n1", "n2"), begun=False)
+    desk.unread.add("n1")
+    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
+    assert (desk.node("n1").inventory, desk.wakes_in()) == (None, 2)
+    desk.now += timedelta(seconds=2)
+    assert desk.settle() == [look("n1")]
+    desk.gpus["n1"] = Inventory(unreadable="NVML did not answer within 10 s")
+    desk.unread.clear()
+    desk.look(("n1",))
+    assert desk.settle() == []
+    assert desk.wakes_in() == 58
+
+
+def test_a_reading_that_was_told_late_is_as_old_as_it_is() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.now += timedelta(minutes=6)
+    desk.learn(Looked((NodeLook("n1", inventory=gpus(), read_ago=timedelta(seconds=50)),)))
+    assert desk.node("n1").read_at == desk.now - timedelta(seconds=50)
+    assert desk.node("n1").look == NodeLook("n1"), "the record keeps it, and the look does not"
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+    assert desk.node("n1").read_at == desk.now
+
+
+def test_a_node_that_one_job_has_as_a_whole_is_not_read_and_one_of_which_it_has_a_part_is() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3"))
+    desk.claim("whole", 1)
+    desk.claim("part", 1, gpus=2)
+    desk.now += timedelta(minutes=6)
+    assert desk.settle() == [Look(("n1", "n2", "n3"), ("n2", "n3"))]
+
+
+def test_a_node_under_repair_is_not_read() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.learn(began("n1", by="grace"))
+    desk.now += timedelta(minutes=6)
+    assert desk.settle() == [Look(("n1", "n2"), ("n2",))]
+
+
+# --- nodes that lack GPUs
+
+
+def test_a_node_with_fewer_gpus_than_the_file_says_is_examined_before_a_job_gets_it() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.gpus["n1"] = SHORT
+    desk.look()
+    repair = StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")
+    assert desk.go() == [repair]
+    record = desk.node("n1")
+    assert (record.standing, record.by, record.because) == (Standing.REPAIRING, "relaunch", repair.because)
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n2"]}
+    desk.claim("b", 1)
+    assert "n1 is repairing (7 of 8 GPUs answer; 0000:5e:00.0 is lost)" in desk.grants("waiting")["b"].because
+    del desk.gpus["n1"]
+    desk.go(began("n1"), ended("n1"))
+    assert desk.granted() == {"b": ["n1"]}
+
+
+def test_what_was_read_before_a_repair_counts_no_more_after_it() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = SHORT
+    desk.look()
+    desk.go()
+    desk.learn(began("n1"), ended("n1"))
+    desk.settle()
+    assert desk.node("n1").standing is Standing.IN_SERVICE, "until it is read again"
+    desk.look()
+    assert desk.go() == [StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
+
+
+def test_a_repair_that_proves_nothing_keeps_it_out() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = SHORT
+    desk.look()
+    desk.go()
+    desk.go(began("n1"), ended("n1", "ambiguous", verdict=Verdict.UNHEALTHY, because="only 7 of 8 GPUs are there"))
+    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "relaunch")
+    assert desk.wait(minutes=6) == []
+
+
+@pytest.mark.parametrize("how", ["held", "living", "silent", "at work", "repaired by a person", "quarantined", "a stranger"])
+def test_whoever_uses_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
+    desk = Desk(*nodes("n1"))
+    match how:
+        case "held":
+            desk.claim("a", 1, gpus=2)
+        case "living":
+            desk.living["n1"] = (Living("a", 1, 1),)
+        case "silent":
+            desk.look()
+            desk.silent["n1"] = "connection refused"
+        case "at work":
+            desk.held["n1"] = "diagnose (r1) works on it"
+        case "repaired by a person":
+            desk.learn(began("n1", by="grace"))
+        case "quarantined":
+            desk.learn(QuarantineAsked("n1", "dust", "grace"))
+    seen = replace(SHORT, used=(GpuUse((0,), ALICE),)) if how == "a stranger" else SHORT
+    desk.learn(Looked((replace(desk.seen("n1", read=False), inventory=seen),)))
+    before = desk.node("n1").standing
+    assert [order for order in desk.settle() if isinstance(order, StartRepair)] == []
+    assert desk.node("n1").standing is before
+
+
+def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_once_its_job_has_left() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.claim("a", 1, gpus=2)
+    desk.gpus["n1"] = SHORT
+    desk.look()
+    desk.claim("b", 1, gpus=2)
+    said = "7 of 8 GPUs answer; 0000:5e:00.0 is lost"
+    assert desk.grants("waiting")["b"].because == f"0 of 1 nodes: job a holds 1; n1: {said}"
+    assert desk.node("n1").standing is Standing.IN_SERVICE
+    desk.claim("a", 0, seq=2)
+    assert desk.of(StartRepair) == [StartRepair("n1", said)]
+
+
+def test_a_fleet_that_waits_for_what_jobs_hold_suspects_nobody_meanwhile() -> None:
+    desk = Desk(*nodes("n1"), jobs=("a",))
+    desk.gpus["n1"] = SHORT
+    desk.look()
+    desk.settle()
+    assert desk.node("n1").standing is Standing.IN_SERVICE
+    desk.claim("a", 1, running=True, keep=("n1",))
+    assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
+
+
+def test_a_release_holds_until_the_node_is_read_again_and_a_persons_quarantine_for_ever() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = SHORT
+    desk.learn(QuarantineAsked("n1", "dust", "grace"))
+    desk.look()
+    desk.wait(minutes=6)
+    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
+    desk.learn(ReleaseAsked("n1", "clean", "grace"))
+    assert desk.settle() == []
+    assert desk.node("n1").standing is Standing.IN_SERVICE
+    desk.look()
+    assert desk.go() == [StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
+    desk.gpus["n1"] = gpus(7)
+    desk.learn(ended("n1"), Applied("act", nodes("n1", gpus=7), desk.limits))
+    desk.look()
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}, "the file may say what is true"
