@@ -56,9 +56,11 @@ class Claims:
 
     async def _ask(self, keep: tuple[str, ...], avoid: tuple[str, ...], *, queue: bool = False) -> None:
         """Say what is wanted; `_answer` says what comes of it."""
+        orders.heed_cancel()
         self.nodes = keep
         self._wants = lambda seq: claim(self._job(), seq, keep=keep, avoid=avoid, queue=queue)
         await self._send(self._wants)
+        orders.heed_cancel()
 
     async def _answer(self) -> Grant:
         await workflow.wait_condition(lambda: bool(self._answers))

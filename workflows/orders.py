@@ -48,6 +48,16 @@ DETACH = ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
 """A cancelled activity has let go of the nodes before the workflow goes on."""
 
 
+def heed_cancel() -> None:
+    """Raise CancelledError if whoever calls was cancelled while it waited for an activity that has come to its end all the same.
+
+    The SDK returns the result then, and says no word of the cancel: whoever goes on does, or waits for, what nobody wants any more.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [names[first : first + SHARD] for first in range(0, len(names), SHARD)]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
+from temporalio import activity
 from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 
+from activities.job import JobActivities
+from activities.stopping import StopRanksInput, StopRanksOutput
 from backends.simulated import Cut, Exit, Fault, Lingers, Progress, Script
 from recovery.model import Phase
 from tests.invariants import alive
@@ -284,6 +290,58 @@ async def test_a_launch_that_is_taken_over_leaves_no_rank(make_rig: MakeRig) -> 
         await job.until_phase(Phase.RUNNING, 3)
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)
+
+
+async def test_what_a_launch_that_is_given_up_has_started_is_stopped_before_the_next_one_elsewhere(make_rig: MakeRig) -> None:
+    slow = Fault(node="n1", generation=1, command="start", kind="delay", seconds=4.0)
+    async with make_rig(Script((Progress(hangs=True),), (slow,)), spares=1) as rig:
+        job = await rig.submit()
+        await job.until(lambda s: any(life.node == "n2" for life in rig.backend.lives), "ranks on n2")
+        assert (await job.state()).phase is Phase.LAUNCHING
+        await job.handle.signal("force_retry", {"by": "ada", "avoid_nodes": ["n2"]})
+        await job.until_phase(Phase.RUNNING, 2)
+        assert sorted(rig.launches()[2]) == ["n1", "n3"]
+        assert {token.generation for token, _, _ in alive(rig.backend.lives)} == {2}
+        await job.handle.signal("cancel")
+        await is_cancelled(rig, job)
+
+
+async def test_a_cancel_that_comes_while_ranks_are_stopped_begins_no_examination(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = asyncio.Event(), asyncio.Event()
+    stop_ranks = JobActivities.stop_ranks
+
+    @activity.defn(name="stop_ranks")
+    async def unheeding(self: JobActivities, told: Any) -> StopRanksOutput:
+        """Ends well, as an activity does that hears of its cancel too late."""
+        # The SDK reads no types of a method that is defined outside its class.
+        input = TypeAdapter(StopRanksInput).validate_python(told)
+
+        async def in_its_own_time() -> StopRanksOutput:
+            await go.wait()
+            return await stop_ranks(self, input)
+
+        reached.set()
+        stopping = asyncio.create_task(in_its_own_time())
+        while not stopping.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({stopping})
+        return stopping.result()
+
+    monkeypatch.setattr(JobActivities, "stop_ranks", unheeding)
+    ladder = {"APPLICATION": [{"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, {"strategy": "FAIL"}]}
+    async with make_rig(Script((Exit(rank=0),))) as rig:
+        job = await rig.submit(policy(causes=ladder))
+        await job.until_phase(Phase.EXAMINING)
+        async with asyncio.timeout(20):
+            await reached.wait()
+        await job.handle.signal("cancel")
+        await job.until(lambda s: s.ending is not None, "cancelled")
+        go.set()
+        await is_cancelled(rig, job)
+        names = [event.activity_task_scheduled_event_attributes.activity_type.name for event in (await job.history()).events]
+        assert "examine_nodes" not in names
 
 
 @pytest.mark.parametrize("nonsense", [{}, {"decision": "perhaps"}, {"decision": "snooze", "within": "soon"}, "yes"])
