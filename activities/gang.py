@@ -11,24 +11,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from activities.observations import observations_from
+from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from backends.base import BackendError, WatchStream
 from recovery.diagnose import is_root
-from recovery.events import (
-    CheckpointSaved,
-    Event,
-    FaultObserved,
-    NodeReturned,
-    NodeUnreachable,
-    Observation,
-    ProgressSeen,
-    RankExited,
-    RanksHung,
-    RanksVanished,
-    StepReached,
-)
+from recovery.events import CheckpointSaved, Event, FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RanksHung, StepReached
 from recovery.hang import Pace, advance, hung, rate
-from recovery.model import Token
-from recovery.policy import HangLimits, Timeouts
+from recovery.observations import Observation, RankExited, RanksVanished
 
 GATHER = 0.005
 """Seconds to let the other exits of one fault arrive. Longer would only delay the relaunch; the exits of one node arrive together."""
@@ -43,62 +31,6 @@ MOST_WORDS = 192 * 1024
 """Bytes of JSON for what ranks wrote and printed, in one report."""
 SLOWEST_NAMED = 16
 TOO_LONG = "left out: the report would be too long"
-
-
-@dataclass(frozen=True, slots=True)
-class WatchRanksInput:
-    token: Token
-    fleet: str
-    nodes: tuple[str, ...]
-    """Of this shard."""
-    ranks_per_node: int
-    """Whose exits a node tells: where the ranks have a launcher, that is the one process."""
-    launched_at: datetime
-    timeouts: Timeouts
-    hang: HangLimits
-    after_seq: dict[str, int] = field(default_factory=dict)
-    exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks by node that are known to have exited with 0: their observations are behind `after_seq` and come no more."""
-    lost: tuple[str, ...] = ()
-    """Nodes already reported unreachable: reported again only when they return."""
-    hang_known: bool = False
-    """A hang would be no news: the job waits for a lost node."""
-    report_at_step: int | None = None
-    progress_expected: bool = False
-    report_checkpoint: bool = False
-    """Somebody waits for a checkpoint: the next one that is finished is reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatchReport:
-    events: tuple[Event, ...]
-    """In the order in which a job should take them."""
-    after_seq: dict[str, int]
-    exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks by node that have exited with 0."""
-    all_succeeded: bool = False
-    """Every rank of the shard exited with 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatchHeartbeat:
-    """What a running watch shows to people, and leaves to its successor."""
-
-    generation: int
-    step: int | None
-    at: datetime
-    rate: float | None
-    """Steps a second, over the newest advances."""
-    values: dict[str, float]
-    """What the lowest reporting rank said beside its step, such as the loss."""
-    reachable: int
-    unreachable: tuple[str, ...]
-    pace: Pace
-    checkpoint: int | None = None
-    """The step of the newest one that is finished by all ranks that tell of theirs."""
-    based: bool = False
-    """It is known which checkpoint there was when this watch began: `baseline`, or none."""
-    baseline: int | None = None
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from recovery.events import Observation, RankError, RankExited, RanksFenced, RanksVanished
 from recovery.launchers import Failure, failures
+from recovery.observations import Observation, RankError, RankExited, RanksFenced, RanksVanished
 
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000

@@ -17,10 +17,11 @@ from temporalio.client import AsyncActivityCancelledError, Client
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.gang import Gang, WatchHeartbeat, WatchRanksInput, WatchReport
+from activities.gang import Gang
+from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from backends.base import Backend, Fleets, Unreachable
-from recovery.events import RanksVanished
 from recovery.hang import Pace
+from recovery.observations import RanksVanished
 from recovery.policy import Timeouts
 
 RECONNECT = (0.1, 2.0)

@@ -18,9 +18,10 @@ from datetime import UTC, datetime, timedelta
 
 from recovery.decide import decide
 from recovery.diagnose import diagnose
-from recovery.events import FaultObserved, RankError, RankExited
+from recovery.events import FaultObserved
 from recovery.evolve import absorb
 from recovery.model import JobState, Phase, Slot
+from recovery.observations import RankError, RankExited
 from recovery.policy import preset
 from recovery.spec import JobSpec
 

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from recovery import events
 from recovery.model import JobState, Slot
+from recovery.observations import Observation, RankExited, RanksVanished
 from recovery.policy import Policy
 from recovery.replay import CURRENT, Step
 from recovery.spec import JobSpec, parse_duration
@@ -41,7 +42,7 @@ def _members(union: Any) -> dict[str, type]:
     return {one.__name__: one for one in typing.get_args(typing.get_args(union)[0])}
 
 
-OBSERVATIONS = _members(events.Observation)
+OBSERVATIONS = _members(Observation)
 # A changed policy is no event of the world: the one that is tried is on the command line.
 EVENTS = {kind: one for kind, one in _members(events.Event).items() if one not in (events.PolicyChanged, events.IncidentsArchived)}
 _ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
@@ -173,7 +174,7 @@ def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
     kind = OBSERVATIONS[written["kind"]]
     if isinstance(written.get("error"), str):
         written = {**written, "error": {"message": written["error"]}}
-    if kind is events.RankExited and "exit_code" not in written and "signal" not in written:
+    if kind is RankExited and "exit_code" not in written and "signal" not in written:
         raise Mistake(f"{where}: exit_code: missing, expected it or signal")
     rank = written.get("rank")
     defaults = {
@@ -182,7 +183,7 @@ def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
         "exit_code": None,
         "signal": None,
         "why": "isolated",
-        "because": "the ranks are gone and nobody saw how" if kind is events.RanksVanished else "nobody could be asked",
+        "because": "the ranks are gone and nobody saw how" if kind is RanksVanished else "nobody could be asked",
     }
     fields = {field.name: field for field in dataclasses.fields(kind)}
     _refuse_unknown(where, written, list(fields))

@@ -14,7 +14,8 @@ from typing import Any
 from console import gpu_views
 from console.views import age, names
 from recovery.evidence import Verdict
-from recovery.fleet.model import FleetState, Mark, NodeRecord, Place, Standing
+from recovery.fleet.messages import Place
+from recovery.fleet.model import FleetState, Mark, NodeRecord, Standing
 
 STATES = ("free", "busy", "suspect", "repairing", "quarantined", "draining", "silent", "held")
 TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "BECAUSE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from recovery.causes import HARDWARE_CAUSES
-from recovery.fleet.model import Claim, Place, Suspect
+from recovery.fleet.messages import Claim, Place, Suspect
 from recovery.model import Incident, JobState, Phase
 
 SUSPECTS_TOLD = 8

@@ -9,12 +9,13 @@ from typing import assert_never
 
 from recovery.catalog import Catalog, catalog
 from recovery.causes import HARDWARE_CAUSES, Cause
-from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, Observation, RankExited, RanksFenced, RanksHung, RanksVanished
+from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, RanksHung
 from recovery.evidence import Finding, Role
 from recovery.exits import read_exit, read_log
 from recovery.fencing import fences
 from recovery.kernel_log import read_kernel_log
 from recovery.model import Certainty, Diagnosis, JobState
+from recovery.observations import Observation, RankExited, RanksFenced, RanksVanished
 
 DO_NOT_RESTART = 93
 """Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""

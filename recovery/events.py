@@ -1,4 +1,4 @@
-"""What agents saw (observations) and what a job acts on (events). Past tense; what to do about them is `decide`'s."""
+"""What a job acts on: events, in the past tense. What to do about them is `decide`'s."""
 
 from __future__ import annotations
 
@@ -9,81 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from recovery.model import ExaminedNode, Slot
+from recovery.observations import Observation
 from recovery.policy import Policy, Strategy
-
-# --- observations: what the agents saw ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RankError:
-    """An uncaught exception as the rank wrote it into TORCHELASTIC_ERROR_FILE."""
-
-    message: str
-    traceback: str = ""
-    timestamp: float | None = None
-    """Unix seconds by the clock of the rank's node; the smallest one is the root cause (torchelastic's rule)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankExited:
-    node: str
-    rank: int
-    local_rank: int
-    exit_code: int | None
-    """0 to 255; None when a signal ended the rank."""
-    signal: int | None
-    at: datetime
-    """Receiver's clock."""
-    stopped: bool = False
-    """The agent had already begun to stop this rank."""
-    error: RankError | None = None
-    error_unreadable: str | None = None
-    """Why an error file that exists could not be read."""
-    log_tail: tuple[str, ...] = ()
-    kernel: tuple[str, ...] = ()
-    """Lines of the node's kernel log since the generation began that are evidence, the oldest first; none for a rank that was stopped."""
-    kernel_unreadable: str | None = None
-    """Why that log, or a part of it, was not read: what is not in `kernel` may be in the log."""
-    pid: int | None = None
-    """By which the kernel names it."""
-    launcher: bool = False
-    """It was not a rank: the launcher of the node's ranks ended, and none of them is known to have failed before it."""
-    kind: Literal["RankExited"] = "RankExited"
-
-    @property
-    def failed(self) -> bool:
-        return self.exit_code != 0
-
-
-@dataclass(frozen=True, slots=True)
-class RanksFenced:
-    """The node stopped its own ranks, because nobody who might know better could be asked, or somebody did know better."""
-
-    node: str
-    at: datetime
-    why: str
-    because: str
-    kind: Literal["RanksFenced"] = "RanksFenced"
-
-
-@dataclass(frozen=True, slots=True)
-class RanksVanished:
-    """The ranks are gone and nobody saw how: the node rebooted, or their keeper died."""
-
-    node: str
-    at: datetime
-    because: str
-    rebooted: bool = False
-    kernel: tuple[str, ...] = ()
-    kernel_unreadable: str | None = None
-    """Both as in RankExited."""
-    kind: Literal["RanksVanished"] = "RanksVanished"
-
-
-Observation = Annotated[RankExited | RanksFenced | RanksVanished, Field(discriminator="kind")]
-
-
-# --- events: what a job acts on ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

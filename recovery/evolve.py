@@ -39,17 +39,16 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.fencing import may_leave_lost_behind
+from recovery.incidents import close_incident, open_incident, pass_step, progressed, record_decision
 from recovery.leaving import clock, may_answer_leave, wanted
 from recovery.model import (
     Ask,
     Avoided,
     Decision,
-    DecisionRecord,
     Diagnosis,
     Examine,
     ExaminedNode,
     Ignore,
-    Incident,
     JobState,
     Leaving,
     LostNode,
@@ -67,8 +66,6 @@ from recovery.model import (
 from recovery.policy import KEPT_TRIES, Policy
 from recovery.spec import duration
 
-KEPT_DECISIONS = 40
-"""Of one incident; a loop of relaunches must not fill the state."""
 KEPT_NOTICES = 5
 
 
@@ -105,7 +102,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case NodeUnreachable():
             lost = (*(lost for lost in job.lost if lost.node != event.node), LostNode(event.node, now - event.unheard_for, event.because))
             diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
-            return _open(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
+            return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
         case NodeReturned():
             job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
             if (
@@ -115,18 +112,18 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
                 or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions)
             ):
                 return job
-            return _close(job, now, f"{event.node} came back by itself, nothing was stopped")
+            return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
         case ProgressSeen():
             if job.progress is None or event.step > job.progress.step:
                 job = replace(job, progress=Progress(event.step, event.at))
             # The next fault may be in the same report: what was passed before it is passed.
-            return _pass(job, event, now)
+            return pass_step(job, event, now)
         case StepReached():
-            return _pass(job, event, now)
+            return pass_step(job, event, now)
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
-            return _progressed(_close(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
+            return progressed(close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
         case RanksSucceeded():
-            return replace(_close(job, now, "all ranks exited with 0"), maybe_alive=(), lost=())
+            return replace(close_incident(job, now, "all ranks exited with 0"), maybe_alive=(), lost=())
         case RanksStopped():
             gone = set(event.nodes)
             incident = replace(job.incident, stopped=event.at) if job.incident else None
@@ -202,7 +199,7 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
     """Write a decision down. A launch's number and its try are spent here, before anything is started."""
     if isinstance(decision, Ignore):
         return job
-    job = _record(job, decision, now)
+    job = record_decision(job, decision, now)
     match decision:
         case Relaunch():
             known = {avoided.node for avoided in job.avoided}
@@ -291,7 +288,7 @@ def finish(job: JobState, now: datetime) -> JobState:
     """End a job that was told to stop and has no rank left."""
     assert job.ending is not None
     ending = job.ending
-    job = _close(job, now, f"the job ended: {ending.phase}")
+    job = close_incident(job, now, f"the job ended: {ending.phase}")
     return replace(job, phase=ending.phase, because=ending.because, next=Next("nothing: the job has ended"), ended_at=now)
 
 
@@ -341,7 +338,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
         # A gang that stands still goes on when its lost node does; a rank that failed has failed.
         job = replace(job, owed=diagnose(replace(job, lost=()), fault))
     opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
-    return _open(job, diagnosis, opened, now)
+    return open_incident(job, diagnosis, opened, now)
 
 
 def _repair_failed(job: JobState, because: str) -> JobState:
@@ -359,71 +356,7 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
         LostNode(n, now + event.may_start_within, event.because) for n in event.unreachable if n in maybe_alive and n not in known
     )
     job = replace(job, maybe_alive=maybe_alive, lost=(*job.lost, *newly))
-    return _open(job, diagnose(job, event), now, now)
-
-
-def _open(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) -> JobState:
-    if job.incident is not None:
-        return job
-    reached = job.furthest_step
-    if job.progress is not None:
-        reached = max(job.progress.step, reached if reached is not None else job.progress.step)
-    incident = Incident(
-        opened=min(opened, now),
-        generation=job.generation,
-        cause=diagnosis.cause,
-        because=diagnosis.because,
-        nodes=diagnosis.nodes[:NAMED],
-        ranks=diagnosis.ranks[:NAMED],
-        gpus=diagnosis.gpus[:NAMED],
-        code=diagnosis.code,
-        certainty=diagnosis.certainty,
-        traceback=diagnosis.traceback[-TRACEBACK_LIMIT:],
-        reached=reached,
-        detected=now,
-    )
-    return replace(job, incident=incident)
-
-
-NAMED = 16
-"""Suspects kept in an incident: when a rack of hundreds goes, a person needs to see that, not each name ten times over."""
-TRACEBACK_LIMIT = 4096
-"""Characters kept of the root cause's traceback, from its end, where the error stands."""
-
-
-def _close(job: JobState, at: datetime, outcome: str) -> JobState:
-    if job.incident is None:
-        return job
-    recovered = at if job.ending is None or job.ending.phase is Phase.SUCCEEDED else None
-    closed = replace(job.incident, closed=at, recovered=recovered, outcome=outcome)
-    return replace(job, incident=None, incidents=(*job.incidents, closed))
-
-
-def _pass(job: JobState, event: ProgressSeen | StepReached, now: datetime) -> JobState:
-    if job.report_at_step is None or event.step < job.report_at_step:
-        return job
-    return _progressed(_close(job, event.at, f"training passed step {event.step - 1}"), now)
-
-
-def _progressed(job: JobState, now: datetime) -> JobState:
-    job = replace(job, progressed_at=now, flat_generations=0)
-    return job if job.policy.renewal == "never" else replace(job, restarts_spent=0, renewed_at=now)
-
-
-def _record(job: JobState, decision: Decision, now: datetime) -> JobState:
-    if job.incident is None:
-        return job
-    incident = job.incident
-    if isinstance(decision, Wait) and decision.phase in (Phase.LAUNCHING, Phase.RUNNING):
-        return job  # what follows from a decision already written down
-    strategy, spent, left = None, False, ""
-    if isinstance(decision, Relaunch | Repair):
-        strategy, spent, left = decision.strategy, decision.spent, decision.left
-    record = DecisionRecord(now, decision.kind, strategy, decision.because, spent, left)
-    decisions, dropped = (*incident.decisions, record), incident.dropped_decisions
-    if len(decisions) > KEPT_DECISIONS:
-        decisions, dropped = (*decisions[: KEPT_DECISIONS // 2], *decisions[-(KEPT_DECISIONS // 2) + 1 :]), dropped + 2
-    return replace(job, incident=replace(incident, decisions=decisions, dropped_decisions=dropped, decided=incident.decided or now))
+    return open_incident(job, diagnose(job, event), now, now)
 
 
 def changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:

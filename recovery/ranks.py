@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recovery.fleet.model import Place
+from recovery.fleet.messages import Place
 from recovery.model import Slot, Token
 from recovery.spec import JobSpec
 

@@ -33,7 +33,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
-from recovery.fleet.model import Place
+from recovery.fleet.messages import Place
 from recovery.model import Ask, Decision, Examine, ExaminedNode, JobState, Phase, Relaunch, Repair, Stop, Wait
 from recovery.policy import Policy, Strategy
 from recovery.ranks import seat

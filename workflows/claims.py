@@ -15,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
     from recovery.claim import as_it_is, claim, give_back
     from recovery.events import Event, NodesGranted, NodesMissing, RanksFound
-    from recovery.fleet.model import Claim, Grant, Offer, Place
+    from recovery.fleet.messages import Claim, Grant, Offer, Place
     from recovery.leaving import left_out
     from recovery.model import JobState, Relaunch, Slot
     from recovery.ranks import keep_places

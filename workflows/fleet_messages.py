@@ -25,7 +25,8 @@ from recovery.fleet.facts import (
     RepairEnded,
     ResumeAsked,
 )
-from recovery.fleet.model import Claim, FleetState, PermitRequest
+from recovery.fleet.messages import Claim, PermitRequest
+from recovery.fleet.model import FleetState
 from recovery.spec import Duration, Strict, parse_name
 from workflows.messages import explain
 

@@ -21,7 +21,7 @@ from recovery.events import (
     RetryRequested,
 )
 from recovery.evidence import Verdict
-from recovery.fleet.model import Offer, Place, Withdraw
+from recovery.fleet.messages import Offer, Place, Withdraw
 from recovery.model import Incident, JobState, Phase
 from recovery.policy import Policy, Strategy, resolve
 from recovery.spec import Duration, JobSpec, Name, Strict

@@ -12,7 +12,6 @@ from temporalio.exceptions import ActivityError, ApplicationError, ChildWorkflow
 from temporalio.workflow import ActivityCancellationType, ChildWorkflowCancellationType, ParentClosePolicy
 
 with workflow.unsafe.imports_passed_through():
-    from activities.gang import WatchRanksInput, WatchReport
     from activities.job import (
         JobActivities,
         LaunchRanksInput,
@@ -22,6 +21,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from activities.node import NodeActivities
     from activities.records import ArchiveIncidentsInput, RecordActivities
+    from activities.reports import WatchRanksInput, WatchReport
     from activities.stopping import StopRanksInput
     from activities.watch import WatchActivities, beat_interval
     from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, NodesExamined, RanksStopped, RepairEnded

@@ -19,7 +19,7 @@ with workflow.unsafe.imports_passed_through():
 
     from activities.fleet import FleetActivities, TellFleetInput
     from recovery.fleet.facts import RepairBegan, RepairEnded
-    from recovery.fleet.model import Permit, PermitRequest
+    from recovery.fleet.messages import Permit, PermitRequest
     from recovery.repair_state import Permitted, Slept
     from workflows.orders import KEEP_TRYING
 

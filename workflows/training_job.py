@@ -15,7 +15,6 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from activities.gang import WatchReport
     from recovery.claim import more_at
     from recovery.decide import decide
     from recovery.events import (
@@ -29,14 +28,13 @@ with workflow.unsafe.imports_passed_through():
         NodesGranted,
         NodesOffered,
         RanksFound,
-        RanksSucceeded,
         Submitted,
     )
     from recovery.evolve import absorb, evolve, finish, resubmit
     from recovery.fencing import fences
-    from recovery.fleet.model import Place
+    from recovery.fleet.messages import Place
     from recovery.ladder import left_with, why_left
-    from recovery.leaving import at_checkpoint, left_out
+    from recovery.leaving import left_out
     from recovery.model import Ask, Decision, Examine, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
     from recovery.policy import Strategy
     from recovery.ranks import seat
@@ -46,6 +44,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.mailbox import Mailbox
     from workflows.messages import Carried, JobResult, TrainingJobInput
     from workflows.search_attributes import attributes, current_details, memo, updates
+    from workflows.watches import Watches
 
 KEPT_INCIDENTS = 10
 """Closed ones in the state; beyond it the older half goes to the archive. A state must stay below 512 KiB."""
@@ -64,22 +63,17 @@ class TrainingJob(Mailbox):
         submission = int(info.workflow_start_time.timestamp() * 1000)
         now = workflow.now()
         self._inbox: list[Event] = list(start.carried.inbox)
-        self._after_seq: dict[str, int] = dict(start.carried.after_seq)
         self._act: asyncio.Task[None] | None = None
         self._leaving: list[asyncio.Task[None]] = []
         self._launching = False
         """Ranks may have been ordered that `maybe_alive` does not know of."""
-        self._watches: dict[int, asyncio.Task[None]] = {}
-        self._exited: dict[str, tuple[int, ...]] = dict(start.carried.exited)
+        self._watches = Watches(lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
         self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
         self._saying_again: asyncio.Task[None] | None = None
         self._growing: asyncio.Task[None] | None = None
         self._leaves = Leaves(lambda: self._job, self._inbox.append)
-        self._reporting: set[int] = set()
-        """Shards whose watch reports a checkpoint."""
-        self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.Task[None] | None = None
         self._deadline: datetime | None = None
         self._attributes: dict[str, object] = {}
@@ -106,8 +100,7 @@ class TrainingJob(Mailbox):
     @workflow.run
     async def run(self, start: TrainingJobInput) -> JobResult:
         if start.resume is not None:
-            if self._may_watch():
-                self._watch()
+            self._watches.keep()
             self._set_deadline(start.carried.deadline)
             self._leaves.keep()
         while True:
@@ -121,7 +114,7 @@ class TrainingJob(Mailbox):
             while self._inbox:
                 self._take(self._inbox.pop(0))
             self._leaves.keep()
-            self._keep_watches()
+            self._watches.report_checkpoints()
             self._keep_wish()
             self._publish()
             if self._may_end():
@@ -131,13 +124,13 @@ class TrainingJob(Mailbox):
 
     def _broken(self) -> BaseException | None:
         """What a task met that nobody has foreseen; left alone, the job would stand still and not say why."""
-        all_of_them = (*self._doing, *self._watches.values(), *self._leaves.tasks)
+        all_of_them = (*self._doing, *self._watches.tasks, *self._leaves.tasks)
         tasks = [task for task in all_of_them if task is not None and task.done()]
         return next((error for task in tasks if not task.cancelled() and (error := task.exception()) is not None), None)
 
     @property
     def _doing(self) -> tuple[asyncio.Task[None] | None, ...]:
-        return self._act, self._archiving, self._saying_again, self._growing, self._exchanging
+        return self._act, self._archiving, self._saying_again, self._growing, self._watches.exchanging
 
     # --- one event, one decision
 
@@ -160,8 +153,8 @@ class TrainingJob(Mailbox):
         self._carry_out(decision)
         if isinstance(event, NodesOffered) and isinstance(decision, Wait) and not self._claims.is_asking_for_more:
             self._growing = asyncio.create_task(self._claims.ask_for_more(self._job.generation))
-        if isinstance(event, CheckpointSaved) and isinstance(decision, Ignore) and self._may_watch():
-            self._watch()  # whoever saw it has ended with that
+        if isinstance(event, CheckpointSaved) and isinstance(decision, Ignore):
+            self._watches.keep()  # whoever saw it has ended with that
         if len(self._job.incidents) > KEPT_INCIDENTS and self._archiving is None:
             self._archiving = asyncio.create_task(self._archive())
 
@@ -169,30 +162,30 @@ class TrainingJob(Mailbox):
         match decision:
             case Relaunch():
                 self._set_deadline(None)
-                self._stop_watching()
+                self._watches.stop()
                 self._replace_act(lambda: self._relaunch(decision))
             case Stop():
                 self._set_deadline(None)
-                self._stop_watching()
+                self._watches.stop()
                 self._replace_act(lambda: self._stop(once=decision.phase is Phase.SUCCEEDED))
             case Examine() | Repair():
                 self._set_deadline(decision.until)
-                self._stop_watching()
+                self._watches.stop()
                 self._replace_act(lambda: self._look_after(decision))
             case Ask():
                 self._set_deadline(self._job.next.at)
                 if self._job.lost:
-                    self._watch()  # a node that comes back answers the question by itself
+                    self._watches.keep()  # a node that comes back answers the question by itself
                 else:
-                    self._stop_watching()
+                    self._watches.stop()
                     self._replace_act(self._let_go)
             case Wait():
                 self._set_deadline(decision.until)
                 if decision.phase in (Phase.RUNNING, Phase.NODE_LOST):
-                    self._watch()
+                    self._watches.keep()
             case Ignore():
-                if self._act is None and self._may_watch():
-                    self._watch()
+                if self._act is None:
+                    self._watches.keep()
 
     def _replace_act(self, act: Callable[[], Awaitable[None]]) -> None:
         if self._act is not None:
@@ -289,61 +282,6 @@ class TrainingJob(Mailbox):
         self._claims.forget_more()
         self._saying_again = asyncio.create_task(self._claims.say_again())
 
-    # --- watching
-
-    def _watch(self) -> None:
-        """Keep one watch per shard; those that run are left alone."""
-        for index, nodes in enumerate(orders.shards(tuple(slot.node for slot in self._job.slots))):
-            running = self._watches.get(index)
-            if (running is None or running.done()) and not self._succeeded(nodes):
-                self._watches[index] = asyncio.create_task(self._watch_shard(nodes))
-                self._reporting = {*self._reporting, index} if at_checkpoint(self._job) else self._reporting - {index}
-
-    def _keep_watches(self) -> None:
-        """Where nodes are to be left at a checkpoint, exchange whoever watches and does not report one."""
-        deaf = tuple(watch for index, watch in self._watches.items() if index not in self._reporting and not watch.done())
-        if deaf and at_checkpoint(self._job) and (self._exchanging is None or self._exchanging.done()):
-            self._exchanging = asyncio.create_task(self._exchange(deaf))
-
-    async def _exchange(self, watches: tuple[asyncio.Task[None], ...]) -> None:
-        for watch in watches:
-            watch.cancel()
-        await workflow.wait_condition(lambda: all(watch.done() for watch in watches))
-        if self._may_watch():
-            self._watch()  # from what was taken last: what the old ones had seen and not reported is told again
-
-    def _may_watch(self) -> bool:
-        """Not while a person is waited for and the ranks are gone: their old exits would be news once more."""
-        job = self._job
-        return job.phase in (Phase.RUNNING, Phase.NODE_LOST) or (job.phase is Phase.WAITING_FOR_PERSON and bool(job.lost))
-
-    def _succeeded(self, nodes: tuple[str, ...]) -> bool:
-        return all(len(self._exited.get(node, ())) == self._job.spec.processes_per_node for node in nodes)
-
-    async def _watch_shard(self, nodes: tuple[str, ...]) -> None:
-        generation = self._job.generation
-        try:
-            report = await orders.watch(self._job, nodes, self._after_seq, self._exited)
-        except ActivityError as error:
-            if is_cancelled_exception(error):
-                return
-            raise
-        self._report(generation, report)
-
-    def _report(self, generation: int, report: WatchReport) -> None:
-        if generation != self._job.generation:
-            return
-        self._after_seq.update(report.after_seq)
-        self._exited.update(report.exited)
-        self._inbox.extend(report.events)
-        if report.all_succeeded and self._succeeded(tuple(slot.node for slot in self._job.slots)):
-            self._inbox.append(RanksSucceeded(generation))
-
-    def _stop_watching(self) -> None:
-        for watch in self._watches.values():
-            watch.cancel()
-        self._watches, self._after_seq, self._exited, self._reporting = {}, {}, {}, set()
-
     # --- examining and repairing
 
     async def _look_after(self, decision: Examine | Repair) -> None:
@@ -404,12 +342,14 @@ class TrainingJob(Mailbox):
         return not busy and self._job.ending is None
 
     async def _continue_as_new(self) -> None:
-        watching = [watch for watch in self._watches.values() if not watch.done()]
+        watching = self._watches.running
         for watch in watching:
             watch.cancel()
         if (cancelled := await self._settled(watching)) is not None:
             self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
-        carried = Carried(tuple(self._inbox), self._after_seq, self._exited, self._dead, self._deadline, self._claims.carried)
+        carried = Carried(
+            tuple(self._inbox), self._watches.after_seq, self._watches.exited, self._dead, self._deadline, self._claims.carried
+        )
         workflow.continue_as_new(TrainingJobInput(spec=self._job.spec, policy=self._job.policy, resume=self._job, carried=carried))
 
     async def _settled(self, tasks: list[asyncio.Task[None]]) -> CancelRequested | None:

@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 
 from recovery.fleet.board import Board, Chosen
 from recovery.fleet.looks import FRESH
-from recovery.fleet.model import ClaimRecord, FleetState, Grant, Standing
+from recovery.fleet.messages import Grant
+from recovery.fleet.model import ClaimRecord, FleetState, Standing
 from recovery.fleet.orders import TellJob
 from recovery.fleet.shapes import Shape, fits
 from recovery.fleet.words import Words, why_closed

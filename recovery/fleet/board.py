@@ -13,7 +13,8 @@ from datetime import datetime, timedelta
 
 from recovery.fleet.inventory import GpuUse
 from recovery.fleet.looks import FRESH, is_due, may_be_read
-from recovery.fleet.model import Claim, ClaimRecord, FleetState, Living, NodeRecord, Offered, Place, Standing
+from recovery.fleet.messages import Claim, Place
+from recovery.fleet.model import ClaimRecord, FleetState, Living, NodeRecord, Offered, Standing
 from recovery.fleet.shapes import Kind, Shape, fits, serves
 
 GIVEN_UP = timedelta(minutes=10)

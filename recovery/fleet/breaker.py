@@ -12,7 +12,8 @@ from recovery.facts import text
 from recovery.fleet.facts import PauseAsked, PermitWanted, ResumeAsked
 from recovery.fleet.leaves import shared, sharing
 from recovery.fleet.memory import is_remembering
-from recovery.fleet.model import Answered, Breaker, FleetState, Permit, PermitRequest, Standing
+from recovery.fleet.messages import Permit, PermitRequest
+from recovery.fleet.model import Answered, Breaker, FleetState, Standing
 from recovery.fleet.nodes import find, is_awaiting, is_out, noticed, put, under_repair
 from recovery.fleet.orders import TellRepair
 from recovery.fleet.power import restarted

@@ -9,7 +9,8 @@ from datetime import datetime, timedelta
 from recovery.causes import Cause
 from recovery.facts import text
 from recovery.fleet.facts import Reclaimed
-from recovery.fleet.model import Claim, ClaimRecord, FleetState, GivenBack, Mark, NodeLook, NodeRecord, Place, Standing, Suspect
+from recovery.fleet.messages import Claim, Place, Suspect
+from recovery.fleet.model import ClaimRecord, FleetState, GivenBack, Mark, NodeLook, NodeRecord, Standing
 
 KEPT_MARKS = 20
 """Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""

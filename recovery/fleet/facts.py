@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from recovery.evidence import Verdict
-from recovery.fleet.model import Breaker, Claim, NodeLook, NodeRecord, PermitRequest
+from recovery.fleet.messages import Claim, PermitRequest
+from recovery.fleet.model import Breaker, NodeLook, NodeRecord
 from recovery.spec import FleetLimits, FleetNode
 
 

@@ -12,7 +12,8 @@ from datetime import datetime
 
 from recovery.facts import text
 from recovery.fleet.memory import is_remembering
-from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, PermitRequest, Standing, Withdraw
+from recovery.fleet.messages import PermitRequest, Withdraw
+from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
 from recovery.fleet.nodes import FLEET, is_awaiting, put
 from recovery.fleet.orders import AskToLeave
 from recovery.fleet.power import in_use

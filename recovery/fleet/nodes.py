@@ -9,7 +9,8 @@ from recovery.evidence import Verdict
 from recovery.facts import text
 from recovery.fleet.claims import all_retracted, by_marks
 from recovery.fleet.facts import Applied, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
-from recovery.fleet.model import FleetState, NodeLook, NodeRecord, Standing, Withdraw
+from recovery.fleet.messages import Withdraw
+from recovery.fleet.model import FleetState, NodeLook, NodeRecord, Standing
 
 FLEET_FILE = "fleet file"
 """Who quarantines a node that the file does not name any more."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from recovery.fleet.model import FleetState, Grant, Offer, Permit, Withdraw
+from recovery.fleet.messages import Grant, Offer, Permit, Withdraw
+from recovery.fleet.model import FleetState
 from recovery.policy import Strategy
 
 

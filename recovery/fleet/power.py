@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from recovery.fleet.model import FleetState, NodeRecord, PermitRequest
+from recovery.fleet.messages import PermitRequest
+from recovery.fleet.model import FleetState, NodeRecord
 
 RESTARTS_WITHIN = timedelta(days=3)
 MOST_RESTARTS = 2

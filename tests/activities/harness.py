@@ -11,8 +11,8 @@ from typing import Any, cast
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.gang import WatchRanksInput, WatchReport
 from activities.job import JobActivities, LaunchRanksInput
+from activities.reports import WatchRanksInput, WatchReport
 from activities.watch import WatchActivities
 from backends.simulated import Script, SimulatedBackend
 from recovery.model import Slot, Token

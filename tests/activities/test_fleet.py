@@ -23,7 +23,8 @@ from backends.base import Prepared, PrepareOrder, Started, StartOrder
 from backends.simulated import Lingers, ManualClock, Script, Sick, SimulatedBackend, Stranger, Takes
 from recovery.fleet.facts import Applied
 from recovery.fleet.inventory import GpuUse, Inventory
-from recovery.fleet.model import Claim, FleetState, Living, NodeLook, NodeRecord, Standing
+from recovery.fleet.messages import Claim
+from recovery.fleet.model import FleetState, Living, NodeLook, NodeRecord, Standing
 from recovery.model import Token
 from recovery.spec import FleetLimits
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand

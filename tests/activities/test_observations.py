@@ -12,7 +12,8 @@ from activities.observations import KERNEL_LINE, KERNEL_LINES, observation_from,
 from backends.base import StartOrder
 from backends.simulated import Exit, KeeperDies, Progress, Script
 from recovery.diagnose import diagnose
-from recovery.events import FaultObserved, ProgressSeen, RankExited, RanksVanished
+from recovery.events import FaultObserved, ProgressSeen
+from recovery.observations import RankExited, RanksVanished
 from tests.activities.harness import stand
 from tests.recovery.builders import running
 

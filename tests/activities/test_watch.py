@@ -10,11 +10,13 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.gang import GATHER_CASCADES, WatchHeartbeat
+from activities.gang import GATHER_CASCADES
+from activities.reports import WatchHeartbeat
 from activities.watch import Superseded
 from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, error_file
-from recovery.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RankExited, RanksHung, RanksVanished, StepReached
+from recovery.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RanksHung, StepReached
 from recovery.hang import Pace
+from recovery.observations import RankExited, RanksVanished
 from recovery.policy import HangLimits
 from tests.activities.harness import Stand, ago, environment, eventually, stand
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from activities.gang import Gang, WatchHeartbeat, WatchReport
+from activities.gang import Gang
+from activities.reports import WatchHeartbeat, WatchReport
 from backends.simulated import Exit, Progress, Script
 from recovery.events import CheckpointSaved, ProgressSeen, StepReached
 from recovery.hang import Pace

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.gang import WatchRanksInput
+from activities.reports import WatchRanksInput
 from activities.watch import WatchActivities
 from recovery.model import Token
 from recovery.policy import HangLimits, Timeouts

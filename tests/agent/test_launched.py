@@ -19,8 +19,8 @@ import pytest
 from real_node import Json, Node, alive, done, eventually, python, token
 
 from activities.observations import observations_from
-from recovery.events import RankExited
 from recovery.launchers import launcher_command
+from recovery.observations import RankExited
 from recovery.spec import JobSpec
 
 PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")

@@ -12,7 +12,8 @@ from temporalio.exceptions import ApplicationError
 with workflow.unsafe.imports_passed_through():
     from recovery.causes import Cause
     from recovery.fleet.facts import Applied
-    from recovery.fleet.model import Breaker, Claim, ClaimRecord, FleetState, Living, Mark, NodeLook, NodeRecord, Place, Standing, Withdraw
+    from recovery.fleet.messages import Claim, Place, Withdraw
+    from recovery.fleet.model import Breaker, ClaimRecord, FleetState, Living, Mark, NodeLook, NodeRecord, Standing
     from recovery.spec import FleetLimits, FleetNode
     from workflows.fleet_messages import FleetFile, FleetInput
     from workflows.messages import AnswerMessage

@@ -25,7 +25,8 @@ from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet.facts import Applied
 from recovery.fleet.inventory import UNKNOWN, GpuUse, Inventory
-from recovery.fleet.model import Breaker, FleetState, NodeLook, NodeRecord, Offered, PermitRequest, Place, Standing, Withdraw
+from recovery.fleet.messages import PermitRequest, Place, Withdraw
+from recovery.fleet.model import Breaker, FleetState, NodeLook, NodeRecord, Offered, Standing
 from recovery.spec import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 

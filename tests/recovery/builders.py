@@ -20,8 +20,6 @@ from recovery.events import (
     NodesExamined,
     NodesMissing,
     NodeUnreachable,
-    RankError,
-    RankExited,
     RanksHung,
     RepairEnded,
     Submitted,
@@ -44,6 +42,7 @@ from recovery.model import (
     Slot,
     Stop,
 )
+from recovery.observations import RankError, RankExited
 from recovery.policy import Policy, preset, resolve
 from recovery.spec import JobSpec
 

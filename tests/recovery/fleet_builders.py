@@ -12,7 +12,8 @@ from recovery.evidence import Verdict
 from recovery.fleet import learn, next_wake, settle
 from recovery.fleet.facts import Applied, Claimed, Fact, JobsFound, Looked, PermitWanted, Remembered, RepairBegan, RepairEnded
 from recovery.fleet.inventory import GpuUse, Inventory
-from recovery.fleet.model import Claim, ClaimRecord, FleetState, Grant, Living, NodeLook, NodeRecord, PermitRequest, Place, Suspect
+from recovery.fleet.messages import Claim, Grant, PermitRequest, Place, Suspect
+from recovery.fleet.model import ClaimRecord, FleetState, Living, NodeLook, NodeRecord
 from recovery.fleet.orders import Look, Order, TellJob
 from recovery.spec import FleetLimits, FleetNode
 

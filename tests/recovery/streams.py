@@ -25,16 +25,12 @@ from recovery.events import (
     NodesExamined,
     NodesMissing,
     NodeUnreachable,
-    Observation,
     PolicyChanged,
     ProgressSeen,
-    RankExited,
-    RanksFenced,
     RanksFound,
     RanksHung,
     RanksStopped,
     RanksSucceeded,
-    RanksVanished,
     RepairEnded,
     RetryRequested,
     StepReached,
@@ -42,9 +38,10 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve, finish
-from recovery.fleet.model import Place
+from recovery.fleet.messages import Place
 from recovery.ladder import left_with
 from recovery.model import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+from recovery.observations import Observation, RankExited, RanksFenced, RanksVanished
 from recovery.policy import Policy, Strategy
 from recovery.ranks import seat
 from tests.recovery.builders import T0, error, new_job

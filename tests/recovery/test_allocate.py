@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from recovery.fleet.facts import Applied, Claimed, QuarantineAsked, ReleaseAsked, RepairBegan
-from recovery.fleet.model import Claim, Grant, Living, Place, Standing
+from recovery.fleet.messages import Claim, Grant, Place
+from recovery.fleet.model import Living, Standing
 from recovery.fleet.orders import Look, TellJob
 from recovery.spec import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, look, nodes, suspect

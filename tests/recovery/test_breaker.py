@@ -8,7 +8,8 @@ import pytest
 
 from recovery.evidence import Verdict
 from recovery.fleet.facts import Applied, PauseAsked, QuarantineAsked, ResumeAsked
-from recovery.fleet.model import Permit, Place, Standing
+from recovery.fleet.messages import Permit, Place
+from recovery.fleet.model import Standing
 from recovery.fleet.orders import StartRepair, TellJob, TellRepair
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from recovery.causes import Cause
 from recovery.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
 from recovery.events import LeaveAsked, LeaveDue, NodesAcquired, NodesMissing, RetryRequested, Submitted
-from recovery.fleet.model import Place
+from recovery.fleet.messages import Place
 from recovery.model import Avoided, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
 from recovery.ranks import keep_places, rank_environments, seat
 from tests.recovery.builders import T0, at, exited, fault, new_job, play, running, step

@@ -8,18 +8,9 @@ import pytest
 
 from recovery.causes import Cause
 from recovery.diagnose import AHEAD, BEHIND, CLOCKS_AGREE, RIVALS, diagnose, is_root
-from recovery.events import (
-    FaultObserved,
-    LaunchRefused,
-    NodeRefusal,
-    NodeUnreachable,
-    Observation,
-    RankExited,
-    RanksFenced,
-    RanksHung,
-    RanksVanished,
-)
+from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnreachable, RanksHung
 from recovery.model import Certainty
+from recovery.observations import Observation, RankExited, RanksFenced, RanksVanished
 from tests.recovery.builders import T0, at, error, exited, fault, running, step, xid
 
 WROTE = T0.timestamp() - 1.0

@@ -28,16 +28,13 @@ from recovery.events import (
     NodeRefusal,
     NodesExamined,
     NodeUnreachable,
-    Observation,
     ProgressSeen,
-    RankExited,
-    RanksFenced,
     RanksHung,
     RanksSucceeded,
-    RanksVanished,
     RepairEnded,
 )
 from recovery.model import Decision, Ignore, Relaunch, Repair, Stop
+from recovery.observations import Observation, RankExited, RanksFenced, RanksVanished
 from recovery.policy import Policy, Rung, preset
 from recovery.replay import named
 from recovery.spec import duration

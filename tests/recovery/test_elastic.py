@@ -26,7 +26,7 @@ from recovery.events import (
 )
 from recovery.evolve import resubmit
 from recovery.fencing import fences
-from recovery.fleet.model import Place
+from recovery.fleet.messages import Place
 from recovery.ladder import left_with, why_left
 from recovery.model import Avoided, Decision, Ignore, JobState, Phase, Relaunch, Slot, Wait
 from recovery.policy import Policy, Strategy, preset, resolve

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from recovery.causes import Cause
 from recovery.diagnose import diagnose
-from recovery.events import FaultObserved, Observation
+from recovery.events import FaultObserved
+from recovery.observations import Observation
 from tests.recovery.builders import T0, error, exited, running
 from tests.recovery.generated import searched
 from tests.recovery.streams import ROOTS, Root, echo

@@ -26,7 +26,8 @@ from recovery.events import (
     StepReached,
     Submitted,
 )
-from recovery.evolve import KEPT_DECISIONS, changed_keys
+from recovery.evolve import changed_keys
+from recovery.incidents import KEPT_DECISIONS
 from recovery.model import Ignore, JobState, Progress
 from recovery.policy import Strategy
 from tests.recovery.builders import (

@@ -12,7 +12,8 @@ from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn
 from recovery.fleet.facts import Applied, Claimed, JobsClosed, JobsFound, Looked, QuarantineAsked, Reclaimed, Rejected, ReleaseAsked
-from recovery.fleet.model import Claim, Grant, Living, NodeLook, Place, Standing, Withdraw
+from recovery.fleet.messages import Claim, Grant, Place, Withdraw
+from recovery.fleet.model import Living, NodeLook, Standing
 from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Reclaim, StartRepair, TellJob
 from recovery.spec import FleetLimits
 from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect

@@ -24,7 +24,8 @@ from recovery.fleet.facts import (
     ResumeAsked,
 )
 from recovery.fleet.memory import memory
-from recovery.fleet.model import Claim, PermitRequest, Place, Standing, Withdraw
+from recovery.fleet.messages import Claim, PermitRequest, Place, Withdraw
+from recovery.fleet.model import Standing
 from recovery.fleet.orders import AskToClaim, AskToLeave, StartRepair, TellJob, TellRepair
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
 

@@ -13,7 +13,8 @@ from recovery.evidence import Verdict
 from recovery.fleet import learn
 from recovery.fleet.facts import Applied, Fact, JobsFound, PauseAsked, QuarantineAsked, ReleaseAsked, Remembered, ResumeAsked
 from recovery.fleet.memory import memory
-from recovery.fleet.model import Breaker, NodeRecord, Place, Standing
+from recovery.fleet.messages import Place
+from recovery.fleet.model import Breaker, NodeRecord, Standing
 from recovery.fleet.orders import StartRepair, TellRepair
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 

@@ -10,7 +10,8 @@ import pytest
 
 from recovery.fleet.facts import Applied, JobsFound, PermitWanted, Remembered
 from recovery.fleet.memory import memory
-from recovery.fleet.model import Living, PermitRequest
+from recovery.fleet.messages import PermitRequest
+from recovery.fleet.model import Living
 from recovery.fleet.orders import StartRepair, TellRepair
 from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
 

@@ -33,7 +33,8 @@ from recovery.fleet.facts import (
     ResumeAsked,
 )
 from recovery.fleet.memory import memory
-from recovery.fleet.model import Claim, ClaimRecord, FleetState, Grant, Living, NodeLook, Offer, PermitRequest, Place, Standing, Suspect
+from recovery.fleet.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
+from recovery.fleet.model import ClaimRecord, FleetState, Living, NodeLook, Standing
 from recovery.fleet.offers import OFFER_HOLDS
 from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
 from recovery.spec import FleetLimits, FleetNode

@@ -11,7 +11,8 @@ import pytest
 from recovery.evidence import Verdict
 from recovery.fleet.facts import Applied, Claimed, JobsFound, Looked, QuarantineAsked, ReleaseAsked, Remembered
 from recovery.fleet.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
-from recovery.fleet.model import Claim, Living, NodeLook, Place, Standing
+from recovery.fleet.messages import Claim, Place
+from recovery.fleet.model import Living, NodeLook, Standing
 from recovery.fleet.orders import Look, StartRepair
 from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
 from tests.recovery.nodes import gpu, nvml

@@ -10,7 +10,8 @@ import pytest
 from recovery.fleet import settle
 from recovery.fleet.allocate import LOOK_FIRST
 from recovery.fleet.facts import Applied, Claimed, JobsClosed, QuarantineAsked, ReleaseAsked
-from recovery.fleet.model import Claim, Living, Place
+from recovery.fleet.messages import Claim, Place
+from recovery.fleet.model import Living
 from recovery.fleet.offers import OFFER_AGAIN, OFFER_HOLDS
 from recovery.fleet.orders import Look, TellOffer
 from recovery.spec import FleetNode

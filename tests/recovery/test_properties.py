@@ -22,7 +22,6 @@ from recovery.events import (
     NodeDeclaredDead,
     NodesExamined,
     NodeUnreachable,
-    Observation,
     ProgressSeen,
     RanksHung,
     RanksStopped,
@@ -34,6 +33,7 @@ from recovery.events import (
 from recovery.evidence import Verdict
 from recovery.evolve import absorb, evolve
 from recovery.model import Ignore, JobState, Phase, Relaunch, Repair, Try
+from recovery.observations import Observation
 from recovery.policy import Policy, Rung, Strategy, preset, preset_names
 from tests.recovery.generated import NUMBER, OFTEN, PRESETS, anything, likely, moves, policies, searched, written
 from tests.recovery.streams import ENDINGS, INVENTORY, PAUSES, Choice, Move, Root, Run, Turn, echo

@@ -19,12 +19,12 @@ from recovery.events import (
     NodesMissing,
     RanksStopped,
     RanksSucceeded,
-    RanksVanished,
     RepairEnded,
     StepReached,
 )
 from recovery.evolve import finish, resubmit
 from recovery.model import JobState, Phase, Relaunch
+from recovery.observations import RanksVanished
 from recovery.policy import Strategy, preset
 from tests.recovery.builders import (
     T0,

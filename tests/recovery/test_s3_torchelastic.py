@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from recovery.causes import Cause
-from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, RanksSucceeded, RanksVanished, RetryRequested, StepReached
+from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, RanksSucceeded, RetryRequested, StepReached
 from recovery.model import JobState, Phase, Relaunch
+from recovery.observations import RanksVanished
 from recovery.policy import Policy, preset, resolve
 from tests.recovery.builders import (
     T0,

@@ -12,9 +12,10 @@ import pytest
 
 from recovery.annotations import annotated
 from recovery.causes import Cause
-from recovery.events import DeadlinePassed, FaultObserved, LaunchFailed, NodesAcquired, RanksVanished, StepReached
-from recovery.fleet.model import Place
+from recovery.events import DeadlinePassed, FaultObserved, LaunchFailed, NodesAcquired, StepReached
+from recovery.fleet.messages import Place
 from recovery.model import JobState, Phase, Relaunch, Slot
+from recovery.observations import RanksVanished
 from recovery.policy import Policy, preset, resolve
 from recovery.ranks import rank_environments, seat
 from tests.recovery.builders import (

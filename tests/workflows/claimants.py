@@ -15,7 +15,8 @@ from temporalio.client import WorkflowHandle
 from temporalio.worker import Worker
 
 from activities.job import JobActivities, LaunchRanksInput, LaunchRanksOutput
-from recovery.fleet.model import Claim, FleetState, Grant, Place
+from recovery.fleet.messages import Claim, Grant, Place
+from recovery.fleet.model import FleetState
 from recovery.model import Slot, Token
 from recovery.spec import JobSpec
 from tests.activities.harness import environment

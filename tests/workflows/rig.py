@@ -15,6 +15,7 @@ from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureEr
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
+from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from activities.fleet import FleetActivities, TellFleetInput
 from activities.job import JobActivities
@@ -295,4 +296,7 @@ async def replay(history: WorkflowHistory) -> None:
     Raises:
         NondeterminismError: it would have ordered something else.
     """
-    await Replayer(workflows=[TrainingJob, NodeRepair, Fleet], data_converter=data_converter()).replay_workflow(history)
+    # recovery/ is pure, which tests/test_layering.py holds; types that only it names would be unknown in a sandbox that imports it anew.
+    runner = SandboxedWorkflowRunner(SandboxRestrictions.default.with_passthrough_modules("recovery"))
+    workflows = [TrainingJob, NodeRepair, Fleet]
+    await Replayer(workflows=workflows, workflow_runner=runner, data_converter=data_converter()).replay_workflow(history)

@@ -10,15 +10,17 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowHistory
 
-from activities.gang import Gang, WatchRanksInput, WatchReport
+from activities.gang import Gang
 from activities.job import LaunchRanksInput, PreparedNode
+from activities.reports import WatchRanksInput, WatchReport
 from backends.simulated import Exit, Progress, Script
 from connection import data_converter
 from recovery.decide import decide
-from recovery.events import FaultObserved, NodesAcquired, NodeUnreachable, RankError, RankExited, RanksHung, Submitted
+from recovery.events import FaultObserved, NodesAcquired, NodeUnreachable, RanksHung, Submitted
 from recovery.evolve import absorb, evolve
 from recovery.hang import Pace
 from recovery.model import JobState, Phase, Slot, Token
+from recovery.observations import RankError, RankExited
 from tests.recovery.builders import T0, new_job, play
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy

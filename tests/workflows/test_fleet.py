@@ -17,7 +17,8 @@ from activities.fleet import FleetActivities
 from backends.simulated import Script, Sick, Takes
 from recovery.causes import Cause
 from recovery.evidence import Verdict
-from recovery.fleet.model import FleetState, Standing, Suspect
+from recovery.fleet.messages import Suspect
+from recovery.fleet.model import FleetState, Standing
 from recovery.spec import FleetNode
 from tests.workflows.claimants import claimants, eventually, fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig

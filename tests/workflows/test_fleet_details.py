@@ -6,19 +6,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from recovery.fleet.inventory import GpuUse, Inventory
-from recovery.fleet.model import (
-    Breaker,
-    Claim,
-    ClaimRecord,
-    FleetState,
-    NodeLook,
-    NodeRecord,
-    Offered,
-    PermitRequest,
-    Place,
-    Standing,
-    Withdraw,
-)
+from recovery.fleet.messages import Claim, PermitRequest, Place, Withdraw
+from recovery.fleet.model import Breaker, ClaimRecord, FleetState, NodeLook, NodeRecord, Offered, Standing
 from recovery.model import Leaving, Phase
 from recovery.spec import FleetNode
 from tests.recovery.builders import running

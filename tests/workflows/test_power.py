@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 from temporalio.client import Client, WorkflowHandle
-from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import recovery.repair
 from activities.node import NodeActivities
 from backends import local_power
 from backends.artifact import build_agent
 from backends.local import LocalBackend, cut, heal
-from connection import data_converter
 from recovery import repair_power
 from recovery.evidence import Verdict
 from recovery.policy import Strategy
 from recovery.repair_state import RepairState, Stage
 from recovery.spec import FleetNode, FleetSpec, Power
+from tests.workflows.rig import replay
 from tests.workflows.test_treatment import Told, allows
 from workflows.messages import NodeRepairInput, NodeRepairResult
 from workflows.node_repair import NodeRepair
@@ -169,7 +169,7 @@ async def made(
         ):
             yield one
             for repair in one.repairs:
-                await Replayer(workflows=[NodeRepair], data_converter=data_converter()).replay_workflow(await repair.fetch_history())
+                await replay(await repair.fetch_history())
     finally:
         local_power.command = kept
         heal(folder)

@@ -15,16 +15,15 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
-from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import activities.node
 from activities.fleet import FLEET_UNKNOWN, TellFleetInput
 from activities.node import NodeActivities, RepairOrder
 from backends.simulated import Cut, Fault, ResetFails, Script, Sick, SimulatedBackend, Takes
 from backends.simulated.script import Happening
-from connection import data_converter
 from recovery.evidence import Verdict
-from recovery.fleet.model import Permit
+from recovery.fleet.messages import Permit
 from recovery.policy import Strategy
 from recovery.repair_state import Fact, Stage
 from recovery.spec import FleetNode, FleetSpec
@@ -196,7 +195,7 @@ async def world(
     ):
         yield made
         for repair in made.repairs:
-            await Replayer(workflows=[NodeRepair], data_converter=data_converter()).replay_workflow(await repair.fetch_history())
+            await replay(await repair.fetch_history())
     assert_upkeep(backend)
 
 
