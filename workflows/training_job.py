@@ -197,6 +197,7 @@ class TrainingJob(Mailbox):
         async def carry_out() -> None:
             if leaving:
                 await workflow.wait(leaving)  # what they ordered has been let go of, before anything else is ordered
+            await self._find_half_launched()
             try:
                 await act()
             except ActivityError as error:
@@ -208,15 +209,18 @@ class TrainingJob(Mailbox):
 
     # --- launching
 
+    async def _find_half_launched(self) -> None:
+        """After a launch that was given up half-way: nobody has said yet where ranks were started."""
+        if self._launching:
+            found = RanksFound(tuple(slot.node for slot in self._job.slots if slot.node not in self._dead))
+            self._inbox.append(found)
+            await workflow.wait_condition(lambda: found not in self._inbox)
+            self._launching = False
+
     async def _relaunch(self, decision: Relaunch) -> None:
         def superseded() -> bool:
             return decision.generation != self._job.generation or self._job.ending is not None
 
-        if self._launching:  # and given up half-way: nobody has said yet where ranks were started
-            found = RanksFound(tuple(slot.node for slot in self._job.slots))
-            self._inbox.append(found)
-            await workflow.wait_condition(lambda: found not in self._inbox)
-            self._launching = False
         if decision.delay:
             await workflow.sleep(decision.delay.total_seconds(), summary=f"delay before generation {decision.generation}")
         leaving = left_out(self._job, workflow.now())
@@ -302,8 +306,6 @@ class TrainingJob(Mailbox):
     async def _stop(self, *, once: bool) -> None:
         generation, alive = self._job.generation, self._job.maybe_alive
         places = tuple(slot.node for slot in self._job.slots if slot.node not in self._dead)
-        if self._launching:  # and given up half-way: nobody has said yet where ranks were started
-            alive = tuple(dict.fromkeys((*alive, *places)))
         if once:
             alive, places = (), tuple(dict.fromkeys((*alive, *places)))
         if alive:

@@ -32,6 +32,9 @@ WRITERS = 32
 """Threads in which something is sent to a node that does not take it at once; there are as many as are needed at a time."""
 BACKOFF = (0.5, 15.0)
 """Seconds in which a node is left in peace after a failure: the first, and the most."""
+QUICK = 1.0
+"""Seconds: who fails sooner holds up nobody, and is left in peace for at most twice that. A node that has just booted closes or refuses a
+few connections, and the launch that needs it tries for three seconds before it takes it for lost."""
 JITTER = 0.25
 """Of it, either way: a switch that comes back must not meet all logins in the same instant."""
 SHORT_LIFE = 3.0
@@ -98,12 +101,13 @@ class SshBackend(SessionBackend):
         peace = self._peace.get(name)
         if peace is not None and loop.time() < peace.until:
             raise type(peace.error)(name, peace.error.because)
+        began = loop.time()
         try:
             self._newest[name] = await self._open(self._nodes[name])
         except Failed as failed:
             kind = NeedsPerson if failed.lasting else NoAgent if isinstance(failed, NotStarted) else Unreachable
             error = kind(name, failed.because)
-            self._leave_in_peace(name, loop.time(), error)
+            self._leave_in_peace(name, loop.time(), error, quick=kind is Unreachable and loop.time() - began < QUICK)
             log.info("node %s cannot be reached: %s", name, failed.because)
             raise error from failed
         return self._newest[name]
@@ -115,13 +119,15 @@ class SshBackend(SessionBackend):
             return
         died, lived = before.life
         if lived < SHORT_LIFE:
-            self._leave_in_peace(name, died, Unreachable(name, before.ended or "the session has ended"))
+            self._leave_in_peace(name, died, Unreachable(name, before.ended or "the session has ended"), quick=before.lost)
         else:
             self._peace.pop(name, None)
 
-    def _leave_in_peace(self, name: str, since: float, error: Unreachable) -> None:
+    def _leave_in_peace(self, name: str, since: float, error: Unreachable, *, quick: bool) -> None:
         before = self._peace.get(name)
         delay = min(BACKOFF[1], before.delay * 2) if before is not None else BACKOFF[0]
+        if quick:
+            delay = min(delay, 2 * QUICK)
         self._peace[name] = Peace(since + delay * random.uniform(1 - JITTER, 1 + JITTER), delay, error)
 
     async def _open(self, node: FleetNode) -> ChannelPipe:

@@ -57,6 +57,8 @@ class ChannelPipe:
         self._over = asyncio.Event()
         """Nothing more can come: all that came is in `_data`."""
         self._because: str | None = None
+        self.lost = False
+        """It was the connection that ended it: neither the agent nor we did."""
         self._woken = False
         self._receiving = False
         self._lock = threading.Lock()
@@ -216,6 +218,7 @@ class ChannelPipe:
 
     def _why(self) -> str:
         if (lost := self._connection.lost()) is not None:
+            self.lost = True
             return lost
         status = self.exit_status
         return "the agent's session has ended" + ("" if status is None else f" with {status}")

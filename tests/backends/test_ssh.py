@@ -264,6 +264,19 @@ async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_
     assert host.logins() == 1
 
 
+async def test_a_node_that_refused_many_connections_is_tried_again_as_soon_as_a_launch_needs_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_backend, "BACKOFF", (30.0, 60.0))
+    monkeypatch.setattr(ssh_backend, "QUICK", 0.2)
+    host = site.host(start=False)
+    backend = site.backend(host)
+    for _ in range(2):
+        assert "refused the connection" in await because(backend)
+    host.start()
+    assert (await reached(lambda: backend.list("n1")))["outcome"] == "done"
+
+
 async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "TCP", 0.5)
     with socket.socket() as full:

@@ -285,7 +285,8 @@ class Round:
             case "cut controller" | "cut controller-in" | "cut controller-out":
                 await asyncio.sleep(1.0 + self.moment(8.0))
                 self._heal(node)
-                allowed = (NOTHING, LOST)
+                # What the others had prepared is too old by then, and a launch with that is refused.
+                allowed = (NOTHING, LOST, LATE)
             case "cut peers":
                 await asyncio.sleep(1.0 + self.moment(8.0))
                 self._heal(node)
