@@ -41,6 +41,8 @@ types: setup
 
 bench: setup
 	$(PY) -m benchmarks.run
+	$(PY) -m benchmarks.ssh
+	$(PY) -m benchmarks.ssh --nodes 200 --round-trip 50
 
 chaos: setup
 	$(PY) -m tests.chaos

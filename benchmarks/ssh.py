@@ -36,7 +36,7 @@ from recovery.model import Token
 from recovery.policy import preset
 from recovery.spec import FleetSpec
 from tests.backends.slow_link import Way, slow_links
-from tests.backends.sshd import Sshd, make_key
+from tests.backends.sshd import SSHD, Sshd, make_key
 from tests.chaos.places import environments
 
 TIMES = preset("default").timeouts
@@ -298,6 +298,9 @@ def main() -> None:
     parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds that a network between worker and nodes would take")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if SSHD is None:
+        sys.stdout.write("no sshd on this machine (package openssh-server): nodes by SSH are not measured\n")
+        return
     found: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="relaunch-ssh-") as temporary:
         agent = build_agent(Path(temporary) / "agent")

@@ -63,7 +63,7 @@ async def reported(job: Job, node: str, ranks: tuple[int, ...]) -> None:
     await eventually(all_there, f"{node} does not have the steps of {ranks}")
 
 
-async def test_a_rank_that_is_killed_below_its_launcher_is_named_and_all_go_on_from_their_checkpoint(world: World) -> None:
+async def is_named_and_all_go_on(world: World) -> None:
     job = await submitted(world, "below")
     await job.until_phase("RUNNING", generation=1)
     await job.until_watched()
@@ -84,6 +84,16 @@ async def test_a_rank_that_is_killed_below_its_launcher_is_named_and_all_go_on_f
     job.let_end()
     await job.until_phase("SUCCEEDED")
     await world.tidy(job)
+
+
+async def test_a_rank_that_is_killed_below_its_launcher_is_named_and_all_go_on_from_their_checkpoint(world: World) -> None:
+    await is_named_and_all_go_on(world)
+
+
+@pytest.mark.long
+async def test_a_rank_that_is_killed_below_its_launcher_on_a_host_of_ssh_is_named_too(tmp_path: Path) -> None:
+    async with World(tmp_path / "world", 127, spares=0, backend="ssh", answer_within=5.0) as hosts:
+        await is_named_and_all_go_on(hosts)
 
 
 @pytest.mark.long
