@@ -72,7 +72,7 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
     told = failures([str(line) for line in raw.get("log_tail") or ()]) or _first_to_write(left, launcher.exit_code)
     found: list[RankExited] = []
     for failure in told:
-        local_rank, one = next(((index, one) for index, one in enumerate(left) if one.get("pid") == failure.pid), (0, None))
+        one = next((one for one in left if one.get("pid") == failure.pid), None)
         if one is None:
             continue
         error, unreadable = error_from(one.get("error"))
@@ -81,7 +81,7 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
         rank = replace(
             launcher,
             rank=int(one["rank"]),
-            local_rank=local_rank,
+            local_rank=int(one.get("local_rank", 0)),
             exit_code=1 if ended and raised else failure.exit_code,
             signal=None if ended and raised else failure.signal,
             # As the launcher has ordered them.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agent import kernel_log
 from agent.protocol import Json
-from agent.state import Generation
+from agent.state import Generation, read_json
 
 ERROR_LIMIT = 256 * 1024
 """Bytes of an error file: deep tracebacks are tens of KiB."""
@@ -70,7 +70,13 @@ def told(generation: Generation, observation: Json, kernel: Json | None) -> Json
         return seen
     # A launcher failed: which of its ranks was the first it says in its own log, which holds nothing else.
     below = [
-        {"rank": one, "pid": pid, "error": read_error(generation.error(one)), "log_tail": tail(generation.log(one))}
+        {
+            "rank": one,
+            "local_rank": (read_json(generation.launched_file(one)) or {}).get("local_rank", 0),
+            "pid": pid,
+            "error": read_error(generation.error(one)),
+            "log_tail": tail(generation.log(one)),
+        }
         for one, (pid, _) in generation.launched.items()
     ]
     return {**seen, "log_tail": tail(generation.log(rank), LAUNCHER_LINES, LAUNCHER_BYTES), "launched": below}

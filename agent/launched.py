@@ -91,7 +91,9 @@ def _settle(generation: Generation, rank: int, env: dict[str, str]) -> None:
     env["RELAUNCH_PROGRESS_FILE"] = str(generation.progress(rank))
     found = processes.look(os.getpid())
     if found is not None:
-        write_json(generation.launched_file(rank), {"pid": found.pid, "started": found.started}, durable=False)
+        local = os.environ.get("LOCAL_RANK", "")
+        record = {"pid": found.pid, "started": found.started, "local_rank": int(local) if local.isdecimal() else 0}
+        write_json(generation.launched_file(rank), record, durable=False)
 
 
 def _become(command: list[str], env: dict[str, str]) -> int:

@@ -80,7 +80,7 @@ async def test_a_watch_reports_what_the_kernel_said_when_a_keeper_died() -> None
 
 TOLD = (Path(__file__).parents[1] / "recovery" / "samples" / "launchers" / "torchrun_2.13.0.txt").read_text().splitlines()
 """Rank 3 of four was killed while rank 2 raised an exception."""
-BELOW = [{"rank": rank, "pid": 26127 + rank, "error": None, "log_tail": [f"rank {rank}"]} for rank in range(4)]
+BELOW = [{"rank": rank, "local_rank": rank, "pid": 26127 + rank, "error": None, "log_tail": [f"rank {rank}"]} for rank in range(4)]
 RAISED = {"message": {"message": "ConnectionResetError: a peer closed its connection", "extraInfo": {"timestamp": "1795306911"}}}
 LATER = {"message": {"message": "ValueError", "extraInfo": {"timestamp": "1795306999"}}}
 LAUNCHER = {**EXIT, "launcher": True, "log_tail": TOLD, "launched": BELOW}
@@ -98,6 +98,11 @@ def test_the_end_of_a_launcher_is_read_as_that_of_its_ranks_the_first_one_first(
     assert (first.log_tail, first.stopped, first.launcher) == (("rank 3",), False, False)
     assert [(one.rank, one.signal, one.stopped) for one in others] == [(rank, 15, True) for rank in range(3)]
     assert [one.at for one in (first, *others)] == [AT + timedelta(milliseconds=number) for number in range(4)]
+
+
+def test_a_rank_is_at_its_own_place_also_where_another_was_ended_before_it_said_that_it_was_there() -> None:
+    (first, *_) = read(launched=BELOW[3:])
+    assert (first.rank, first.local_rank) == (3, 3)
 
 
 def test_a_rank_that_had_raised_an_exception_when_its_launcher_ended_it_ended_by_that() -> None:
