@@ -6,10 +6,10 @@ And `tell_fleet`, by which everybody else speaks to a fleet: it begins one where
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 from temporalio import activity
@@ -40,6 +40,7 @@ from recovery.spec import FleetSpec
 from workflows.fleet_messages import FleetFile, FleetInput
 from workflows.messages import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
 
+Answer = TypeVar("Answer")
 TASK_TIMEOUT = timedelta(seconds=10)
 """Of the fleet's workflow tasks: a worker that has just started reads looks at thousands of nodes again before it can answer."""
 LOOK_AGAIN = 2.0
@@ -175,14 +176,12 @@ class FleetActivities:
         return tuple(_look(node, seen.get(node, gone), mine) for node in input.nodes)
 
     async def _see(self, backend: Backend, input: LookInput) -> dict[str, Seen]:
-        gate, read = asyncio.Semaphore(AT_ONCE), frozenset(input.read)
-        nodes = self._known(input.fleet, input.nodes)
+        read = frozenset(input.read)
 
-        async def one(node: str) -> Seen:
-            async with gate:
-                return await self._readings.look(backend, input.fleet, node) if node in read else Seen(await ask(backend, node))
+        async def look(node: str) -> Seen:
+            return await self._readings.look(backend, input.fleet, node) if node in read else Seen(await ask(backend, node))
 
-        return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
+        return await _of_each(self._known(input.fleet, input.nodes), look)
 
     @activity.defn
     async def find_jobs(self, fleet: str) -> tuple[str, ...]:
@@ -230,7 +229,7 @@ class FleetActivities:
 
     async def _stop_left(self, backend: Backend, input: ReclaimInput, nodes: tuple[str, ...]) -> list[str]:
         """Try once to stop the submission on nodes; return those on which it is proven gone."""
-        listed = await _list(backend, self._known(input.fleet, nodes))
+        listed = await _of_each(self._known(input.fleet, nodes), lambda node: ask(backend, node))
         answering = tuple(node for node, found in listed.items() if not isinstance(found, str))
         mine, own = (self._client.namespace, input.job), identity(self._client.namespace, input.fleet)
         known = {node: _tokens(found, mine, own) for node, found in listed.items() if not isinstance(found, str)}
@@ -316,13 +315,12 @@ async def _fleet_of(execution: WorkflowExecution) -> str:
     return str((await execution.memo()).get("fleet", ""))
 
 
-async def _list(backend: Backend, nodes: Sequence[str]) -> dict[str, Listed]:
-    """What each node says of itself, or why it does not answer."""
+async def _of_each(nodes: Sequence[str], question: Callable[[str], Awaitable[Answer]]) -> dict[str, Answer]:
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(node: str) -> Listed:
+    async def one(node: str) -> Answer:
         async with gate:
-            return await ask(backend, node)
+            return await question(node)
 
     return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
 

@@ -56,11 +56,9 @@ class Claims:
 
     async def _ask(self, keep: tuple[str, ...], avoid: tuple[str, ...], *, queue: bool = False) -> None:
         """Say what is wanted; `_answer` says what comes of it."""
-        orders.heed_cancel()
         self.nodes = keep
         self._wants = lambda seq: claim(self._job(), seq, keep=keep, avoid=avoid, queue=queue)
         await self._send(self._wants)
-        orders.heed_cancel()
 
     async def _answer(self) -> Grant:
         await workflow.wait_condition(lambda: bool(self._answers))
@@ -192,12 +190,14 @@ class Claims:
         job, message = self._job(), make(self._seq)
         self.more_at = message.more_at
         try:
-            await workflow.execute_activity_method(
-                FleetActivities.tell_fleet,
-                TellFleetInput(job.spec.fleet, "claim", message),
-                start_to_close_timeout=timedelta(seconds=10),
-                retry_policy=KEEP_TRYING,
-                summary=_summary(message, job.spec.fleet),
+            await orders.unless_cancelled(
+                workflow.execute_activity_method(
+                    FleetActivities.tell_fleet,
+                    TellFleetInput(job.spec.fleet, "claim", message),
+                    start_to_close_timeout=timedelta(seconds=10),
+                    retry_policy=KEEP_TRYING,
+                    summary=_summary(message, job.spec.fleet),
+                )
             )
         except ActivityError as error:
             cause = error.cause

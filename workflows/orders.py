@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
 from datetime import timedelta
+from typing import TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
@@ -31,6 +33,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
     from workflows.node_messages import ExamineNodesInput
 
+Answer = TypeVar("Answer")
 SHARD = 256
 """Nodes that one watch or launch activity serves. One activity per node would be thousands of events a generation."""
 
@@ -48,14 +51,20 @@ DETACH = ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
 """A cancelled activity has let go of the nodes before the workflow goes on."""
 
 
-def heed_cancel() -> None:
-    """Raise CancelledError if whoever calls was cancelled while it waited for an activity that has come to its end all the same.
+async def unless_cancelled(order: Awaitable[Answer]) -> Answer:
+    """Await an activity.
 
-    The SDK returns the result then, and says no word of the cancel: whoever goes on does, or waits for, what nobody wants any more.
+    The SDK returns the result of one that came to its end although it was cancelled, and says no word of the cancel: whoever was given up
+    would go on to do, or to wait for, what nobody wants any more.
+
+    Raises:
+        CancelledError: it was cancelled, whatever came of it.
     """
+    answer = await order
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
+    return answer
 
 
 def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -98,14 +107,16 @@ def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list
 async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str) -> LaunchRanksOutput:
     names = tuple(slot.node for slot in order.slots)
     try:
-        return await workflow.execute_activity_method(
-            JobActivities.launch_ranks,
-            order,
-            start_to_close_timeout=job.policy.timeouts.stop_grace + timedelta(minutes=2),
-            heartbeat_timeout=BEAT,
-            retry_policy=KEEP_TRYING,
-            cancellation_type=DETACH,
-            summary=f"{verb} generation {order.token.generation} on {_names(names)}",
+        return await unless_cancelled(
+            workflow.execute_activity_method(
+                JobActivities.launch_ranks,
+                order,
+                start_to_close_timeout=job.policy.timeouts.stop_grace + timedelta(minutes=2),
+                heartbeat_timeout=BEAT,
+                retry_policy=KEEP_TRYING,
+                cancellation_type=DETACH,
+                summary=f"{verb} generation {order.token.generation} on {_names(names)}",
+            )
         )
     except ActivityError as error:
         cause = error.cause
@@ -164,24 +175,26 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
 async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
     """Stop a generation and all below it. Returns when every node is proven clean, or must have fenced; with `once`, after one try."""
     unreachable = f"; {_names(job.lost_names)} cannot be reached and must fence first" if job.lost and not once else ""
-    stopped = await workflow.execute_activity_method(
-        JobActivities.stop_ranks,
-        StopRanksInput(
-            token=replace(job.token, generation=generation),
-            fleet=job.spec.fleet,
-            nodes=nodes,
-            timeouts=job.policy.timeouts,
-            gang_size=job.spec.node_count,
-            unheard_for=tuple((lost.node, workflow.now() - lost.last_heard_at) for lost in job.lost),
-            fences=fences(job),
-            once=once,
-            witnesses=job.maybe_alive,
-        ),
-        start_to_close_timeout=FOR_EVER,
-        heartbeat_timeout=BEAT,
-        retry_policy=KEEP_TRYING,
-        cancellation_type=DETACH,
-        summary=f"{summary} on {_names(nodes)}{unreachable}",
+    stopped = await unless_cancelled(
+        workflow.execute_activity_method(
+            JobActivities.stop_ranks,
+            StopRanksInput(
+                token=replace(job.token, generation=generation),
+                fleet=job.spec.fleet,
+                nodes=nodes,
+                timeouts=job.policy.timeouts,
+                gang_size=job.spec.node_count,
+                unheard_for=tuple((lost.node, workflow.now() - lost.last_heard_at) for lost in job.lost),
+                fences=fences(job),
+                once=once,
+                witnesses=job.maybe_alive,
+            ),
+            start_to_close_timeout=FOR_EVER,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"{summary} on {_names(nodes)}{unreachable}",
+        )
     )
     return RanksStopped(job.generation, stopped.nodes, stopped.at, stopped.fenced)
 
@@ -189,22 +202,24 @@ async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], sum
 async def examine(job: JobState, decision: Examine) -> NodesExamined:
     """Have the suspects examined, which hold no rank any more. The node's kernel log counts from when this generation was launched."""
     level, within = job.policy.dcgm_level, job.policy.timeouts.examination
-    examined = await workflow.execute_activity_method(
-        NodeActivities.examine_nodes,
-        ExamineNodesInput(
-            fleet=job.spec.fleet,
-            nodes=decision.nodes,
-            id=f"{job.name}/{job.generation}",
-            level=level,
-            within=within,
-            kernel_since=workflow.now() - job.launched_at if job.launched_at else None,
-            catalog=job.policy.catalog,
-        ),
-        start_to_close_timeout=within,
-        heartbeat_timeout=BEAT,
-        retry_policy=KEEP_TRYING,
-        cancellation_type=DETACH,
-        summary=f"examine {_names(decision.nodes)}" + (f" (dcgmi diag -r {level} where there are GPUs)" if level else ""),
+    examined = await unless_cancelled(
+        workflow.execute_activity_method(
+            NodeActivities.examine_nodes,
+            ExamineNodesInput(
+                fleet=job.spec.fleet,
+                nodes=decision.nodes,
+                id=f"{job.name}/{job.generation}",
+                level=level,
+                within=within,
+                kernel_since=workflow.now() - job.launched_at if job.launched_at else None,
+                catalog=job.policy.catalog,
+            ),
+            start_to_close_timeout=within,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"examine {_names(decision.nodes)}" + (f" (dcgmi diag -r {level} where there are GPUs)" if level else ""),
+        )
     )
     return NodesExamined(job.generation, examined)
 

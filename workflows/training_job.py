@@ -248,14 +248,12 @@ class TrainingJob(Mailbox):
             before = decision.generation - 1
             gone = await orders.prove_gone(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
             self._inbox.append(gone)
-            orders.heed_cancel()
             if superseded():
                 return
         self._inbox.append(NodesAcquired(slots, fewer))
         if left_behind or shrinks:
             await workflow.wait_condition(lambda: self._job.slots == slots)
             await self._claims.say_what_is_left()
-            orders.heed_cancel()
         token = replace(self._job.token, generation=decision.generation)
         self._launching = True
         self._inbox.append(await orders.launch(self._job, token, slots))
@@ -264,7 +262,6 @@ class TrainingJob(Mailbox):
     async def _let_go(self) -> None:
         """A person is asked, and it may take long: what was asked of the fleet and not granted is not wanted meanwhile."""
         await self._stop(once=True)
-        orders.heed_cancel()
         if self._claims.waits:
             await self._claims.give_back()
 
@@ -295,7 +292,6 @@ class TrainingJob(Mailbox):
             what = "examining" if isinstance(decision, Examine) else decision.strategy
             gone = await orders.prove_gone(self._job, generation, self._job.maybe_alive, f"stop generation {generation} before {what}")
             self._inbox.append(gone)
-            orders.heed_cancel()
         if isinstance(decision, Examine):
             self._inbox.append(await orders.examine(self._job, decision))
         else:
@@ -310,7 +306,6 @@ class TrainingJob(Mailbox):
             alive, places = (), tuple(dict.fromkeys((*alive, *places)))
         if alive:
             self._inbox.append(await orders.prove_gone(self._job, generation, alive, f"stop generation {generation}"))
-            orders.heed_cancel()
         if rest := tuple(node for node in places if node not in alive):
             # Proven gone long ago; one of them may be dead, and nobody waits for it.
             self._inbox.append(await orders.prove_gone(self._job, generation, rest, f"clean up after generation {generation}", once=True))

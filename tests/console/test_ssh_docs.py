@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 
-import starter
 from console.preflight import _rule
 from recovery.spec import FleetSpec, JobSpec, SshOptions
+from tests.console import page_commands
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ssh.md").read_text()
 FILES = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
@@ -31,13 +28,7 @@ def test_its_files_can_be_read() -> None:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_its_commands_are_commands(line: str) -> None:
-    command: Any = get_command(starter.app)
-    words = shlex.split(line)[1:]
-    context = command.context_class(command, info_name="starter.py")
-    while hasattr(command, "resolve_command"):
-        name, command, words = command.resolve_command(context, words)
-        context = command.context_class(command, info_name=name, parent=context)
-    command.make_context(command.name, words, parent=context.parent)
+    page_commands.take(line)
 
 
 def test_there_are_commands_to_try() -> None:

@@ -8,16 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 from temporalio.envconfig import ClientConfigProfile
-from typer.main import get_command
 
-import starter
 from recovery.spec import FleetSpec
+from tests.console import page_commands
 from tests.deploy.compose import COMMANDS_ON_THE_PAGE, DOCKERFILE, FILES_ON_THE_PAGE, ROOT, SERVICES, SPECIFICATION, double, typed
 
 
@@ -118,13 +116,7 @@ def test_files_on_the_page_can_be_used(text: str) -> None:
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS_ON_THE_PAGE if line.startswith("./starter.py")])
 def test_commands_on_the_page_are_commands(line: str) -> None:
-    command: Any = get_command(starter.app)
-    words = shlex.split(line)[1:]
-    context = command.context_class(command, info_name="starter.py")
-    while hasattr(command, "resolve_command"):
-        name, command, words = command.resolve_command(context, words)
-        context = command.context_class(command, info_name=name, parent=context)
-    command.make_context(command.name, words, parent=context.parent)
+    page_commands.take(line)
 
 
 def test_services_on_the_page_are_services() -> None:

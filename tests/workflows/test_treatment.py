@@ -28,6 +28,7 @@ from recovery.policy import Strategy
 from recovery.repair_state import Fact, Stage
 from recovery.spec import FleetNode, FleetSpec
 from tests.backends.upkeep_invariants import assert_upkeep
+from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import replay
 from workflows.messages import NodeRepairInput, NodeRepairResult
@@ -460,6 +461,7 @@ async def test_a_fleet_whose_repairs_are_paused_is_waited_for_and_wants_to_be_as
         await rig.tell_fleet("pause", {"because": "an audit", "by": "grace"})
         repair = await one.order(by="ada")
         await one.until_next(repair, f"it waits for the permission of fleet {one.fleet} to reset GPU")
+        await until_fleet(rig, lambda fleet: bool(fleet.requests), "was asked for the permission")
         assert one.did == ["diagnose"]
         await rig.tell_fleet("resume", {"because": "it is over", "by": "grace"})
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
