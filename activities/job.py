@@ -19,8 +19,8 @@ from activities.stopping import StopRanksInput, StopRanksOutput, beating, stop_e
 from backends.base import (
     Backend,
     BackendError,
+    BelowLauncher,
     Fleets,
-    Launched,
     Peer,
     Prepared,
     PrepareOrder,
@@ -205,6 +205,8 @@ class JobActivities:
                 fences=input.fences,
                 log_pattern=spec.progress.log_pattern,
                 launched=launched,
+                gpus=spec.gpus_per_node,
+                ecs=spec.ecs,
             )
         await _on_all([slot.node for slot in input.slots], lambda node: backend.start(node, orders[node]))
 
@@ -256,7 +258,7 @@ async def _on_all(nodes: Sequence[str], call: Callable[[str], Awaitable[Answer |
     return [r for r in results if not isinstance(r, Refused | BackendError)]
 
 
-def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], Launched | None]:
+def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], BelowLauncher | None]:
     """What a node starts itself, and what that starts then, if it does."""
     spec, token = input.spec, input.token
     if spec.launcher == "none":
@@ -266,7 +268,7 @@ def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tup
     run_id = f"{token.job}-{token.submission}-{token.generation}"
     given = launcher_command(spec, group_rank, len(gang.members), gang.master, address, run_id)
     env = {**restart_counts(token, input.max_restarts), "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}"}
-    return given.launcher, Launched(given.rank, ranks_of(group_rank, spec), env)
+    return given.launcher, BelowLauncher(given.rank, ranks_of(group_rank, spec), env)
 
 
 def _address(backend: Backend, slot: Slot) -> str:

@@ -14,7 +14,7 @@ from temporalio.exceptions import ApplicationError
 
 from activities.power import cycle_power
 from activities.stopping import beating
-from backends.base import Backend, BackendError, Fleets, Refused, identity
+from backends.base import Backend, BackendError, CyclesPower, Fleets, Refused, identity
 from recovery.catalog import catalog
 from recovery.health import Health, read_health
 from recovery.model import ExaminedNode
@@ -112,7 +112,7 @@ class NodeActivities:
         if input.node not in {node.name for node in spec.nodes}:
             return NodeTerms("observe", 0, f"fleet {input.fleet} has no node {input.node}")
         node = backend.node(input.node)
-        return NodeTerms(spec.repairs, node.gpus, power=node.power is not None)
+        return NodeTerms(spec.repairs, node.gpus, power=node.power is not None or isinstance(backend, CyclesPower))
 
     @activity.defn
     async def order_repair(self, order: RepairOrder) -> Fact:
@@ -138,7 +138,10 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
         case "reboot":
             answer = await backend.reboot(order.node, order.id, order.boot_id, order.because, fleet)
         case "power-cycle":
-            return await cycle_power(order.node, backend.node(order.node).power, within)
+            power = backend.node(order.node).power
+            if power is None and isinstance(backend, CyclesPower):
+                return OrderDone(dict(await backend.cycle_power(order.node, order.id, within)))
+            return await cycle_power(order.node, power, within)
         case _:
             raise ValueError(f"{order.verb!r} is no step of a repair")
     if isinstance(answer, Refused):

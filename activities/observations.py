@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from recovery.launchers import Failure, failures
-from recovery.observations import Observation, RankError, RankExited, RanksFenced, RanksVanished
+from recovery.observations import EcsStop, Observation, RankError, RankExited, RanksFenced, RanksVanished
 
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000
@@ -50,6 +50,7 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
             kernel_unreadable=kernel_unreadable,
             pid=pid if isinstance(pid, int) else None,
             launcher=bool(raw.get("launcher")),
+            ecs=_ecs_from(raw.get("ecs")),
         )
     because = str(raw.get("because") or kind)[:MESSAGE_LIMIT]
     if kind == "Fenced":
@@ -60,6 +61,13 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
         # Whoever ordered it has moved on to a higher generation, or is a person; for this one it means that its ranks are gone.
         return RanksFenced(node, received_at, "superseded", because)
     return None
+
+
+def _ecs_from(raw: Any) -> EcsStop | None:
+    if not isinstance(raw, Mapping):
+        return None
+    code = raw.get("stop_code")
+    return EcsStop(None if code is None else str(code), str(raw.get("reason") or "")[:MESSAGE_LIMIT])
 
 
 def _tail_from(raw: Mapping[str, Any]) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
             await asyncio.sleep(LOOK_AGAIN)
 
     def fenced_at(node: str) -> datetime | None:
-        if not input.fences or witnessed_at is None:
+        if not (input.fences and backend.fences) or witnessed_at is None:
             return None
         leased_until = last_heard.get(node, began) + input.timeouts.lease
         return max(witnessed_at, leased_until) + fence_wait(input.timeouts, input.gang_size)

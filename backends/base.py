@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from recovery.model import Token
-from recovery.spec import FleetNode, FleetSpec
+from recovery.spec import EcsTask, FleetNode, FleetSpec
 
 PROTOCOL = 1
 
@@ -90,7 +90,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class BelowLauncher:
     """Ranks that `StartOrder.command`, their launcher, starts and not the node. They are to be as if it had."""
 
     command: tuple[str, ...]
@@ -116,7 +116,10 @@ class StartOrder:
     secret: str = field(repr=False)
     fences: bool
     log_pattern: str | None = None
-    launched: Launched | None = None
+    launched: BelowLauncher | None = None
+    gpus: int = 0
+    """That its ranks use on this node."""
+    ecs: EcsTask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,11 @@ class WatchStream(Protocol):
 
 class Backend(Protocol):
     """Each call is bounded in time by the backend itself, and idempotent; none retries."""
+
+    @property
+    def fences(self) -> bool:
+        """Whether its nodes stop ranks by themselves once nobody renews their lease. Where not, silence is never proof."""
+        ...
 
     def node(self, name: str) -> FleetNode: ...
 
@@ -240,6 +248,19 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class CyclesPower(Protocol):
+    """A backend that can take the power of its nodes away and give it back, without a command of the fleet file."""
+
+    async def cycle_power(self, node: str, id: str, within: float) -> Mapping[str, Any]:
+        """Return `{"outcome": "done", "program", "exit_code", "output", "took"}` as a power command's end is told; 0: it was cycled.
+
+        Raises:
+            Unreachable: nobody knows what it did.
+        """
+        ...
 
 
 class Fleets(Protocol):

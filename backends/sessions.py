@@ -19,6 +19,8 @@ class SessionBackend(ABC):
     silence_breaks: ClassVar[bool]
     """Whether a session that answers nothing is given up: another connection may get through where this one does not."""
 
+    fences: ClassVar[bool] = True
+
     def __init__(self, spec: FleetSpec, answer_within: float) -> None:
         self._nodes = {node.name: node for node in spec.nodes}
         self._answer_within = answer_within

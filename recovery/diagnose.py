@@ -11,7 +11,7 @@ from recovery.catalog import Catalog, catalog
 from recovery.causes import HARDWARE_CAUSES, Cause
 from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, RanksHung
 from recovery.evidence import Finding, Role
-from recovery.exits import read_exit, read_log
+from recovery.exits import read_ecs_stop, read_exit, read_log
 from recovery.fencing import fences
 from recovery.kernel_log import read_kernel_log
 from recovery.model import Certainty, Diagnosis, JobState
@@ -258,7 +258,10 @@ def _written(one: RankExited) -> float | None:
 
 def _read(one: RankExited, known: _Readers) -> _Reading:
     kernel = known.kernel(one.kernel)
-    ending = read_exit(one.exit_code, one.signal, stopped=one.stopped, kernel=kernel, pid=one.pid, catalog=known.catalog)
+    if one.ecs is not None:
+        ending = read_ecs_stop(one.ecs.stop_code, one.ecs.reason, one.exit_code, known.catalog)
+    else:
+        ending = read_exit(one.exit_code, one.signal, stopped=one.stopped, kernel=kernel, pid=one.pid, catalog=known.catalog)
     return _Reading(one, ending, known.log(_all_words(one)), kernel)
 
 

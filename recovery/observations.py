@@ -20,12 +20,21 @@ class RankError:
 
 
 @dataclass(frozen=True, slots=True)
+class EcsStop:
+    """Why Amazon ECS stopped the task that was a rank, in its own words."""
+
+    stop_code: str | None
+    reason: str
+    """The task's, and those of its containers."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankExited:
     node: str
     rank: int
     local_rank: int
     exit_code: int | None
-    """0 to 255; None when a signal ended the rank."""
+    """0 to 255; None when a signal ended the rank, or nobody knows how it ended."""
     signal: int | None
     at: datetime
     """Receiver's clock."""
@@ -43,6 +52,8 @@ class RankExited:
     """By which the kernel names it."""
     launcher: bool = False
     """It was not a rank: the launcher of the node's ranks ended, and none of them is known to have failed before it."""
+    ecs: EcsStop | None = None
+    """Its container was a task of ECS."""
     kind: Literal["RankExited"] = "RankExited"
 
     @property

@@ -176,6 +176,15 @@ class SecretReference(Strict):
         return self
 
 
+class EcsTask(Strict):
+    """What a fleet of Amazon ECS runs as one rank: RunTask lays the job's command, environment and GPUs over it."""
+
+    task_definition: Annotated[str, Field(min_length=1)] | None = None
+    """Family, family:revision, or ARN; None: the fleet file's."""
+    container: Annotated[str, Field(min_length=1)] | None = None
+    """Which of its containers trains; None: the only essential one."""
+
+
 class Metadata(Strict):
     annotations: dict[str, str] = {}
 
@@ -201,6 +210,8 @@ class JobSpec(Strict):
     policy: str | dict[str, Any] = "default"
     """A preset's name, a file, or a mapping; whoever submits resolves it."""
     priority: int = 0
+    ecs: EcsTask | None = None
+    """Only for fleets of Amazon ECS, and only where it differs from what the fleet file says."""
     metadata: Metadata = Metadata()
 
     @field_validator("command", mode="before")
@@ -296,7 +307,8 @@ class Power(Strict):
 class FleetNode(Strict):
     name: Name
     address: Annotated[str, AfterValidator(_address)]
-    """Where its controller reaches it: of `ssh`, what one would type after that word, also a Host of the SSH configuration."""
+    """Where its controller reaches it: of `ssh`, what one would type after that word, also a Host of the SSH configuration; of `ecs`, the
+    id of its EC2 instance."""
     network: Annotated[str, AfterValidator(_address)] | None = None
     """Its address on the network that ranks talk over, where that is another."""
     user: Annotated[str, AfterValidator(_user)] | None = None
@@ -351,6 +363,35 @@ class SshOptions(Strict):
         return value
 
 
+class EcsTables(Strict):
+    """DynamoDB tables that mirror what goes on, for dashboards: written, never read."""
+
+    task: str | None = None
+    job: str | None = None
+    node: str | None = None
+
+
+class EcsOptions(EcsTask):
+    """The cluster of a fleet whose nodes are container instances, and what relaunch may use of its account. What is None may be in the
+    worker's environment, by the names that the settings reference lists."""
+
+    cluster: str | None = None
+    """Name or ARN."""
+    region: str | None = None
+    """None: as boto3 finds it."""
+    node_task: str | None = None
+    """Task definition that examines a node: the node image, with its output in CloudWatch Logs."""
+    health_check: str | None = None
+    """Task definition of one's own that examines a node by exit code: 0 healthy, 1 faulty, anything else tells nothing."""
+    queue: str | None = None
+    """URL of the SQS queue that has the cluster's events."""
+    topic: str | None = None
+    """ARN of the SNS topic that is told when a person is needed."""
+    tables: EcsTables = EcsTables()
+    poll: Duration = timedelta(seconds=10)
+    """Between two looks at the tasks of running jobs; events make it quicker."""
+
+
 class FleetSpec(Strict):
     """A fleet file."""
 
@@ -360,6 +401,7 @@ class FleetSpec(Strict):
     nodes: tuple[FleetNode, ...] = Field(min_length=1)
     limits: FleetLimits = FleetLimits()
     ssh: SshOptions = SshOptions()
+    ecs: EcsOptions = EcsOptions()
 
     @field_validator("nodes")
     @classmethod

@@ -47,6 +47,8 @@ class SimulatedBackend:
         other: Take the nodes of this backend, as a controller does that starts beside it or after it.
     """
 
+    fences = True
+
     def __init__(
         self,
         spec: FleetSpec,

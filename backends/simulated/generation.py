@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from backends.base import Launched, PrepareOrder, Refused, Started, StartOrder
+from backends.base import BelowLauncher, PrepareOrder, Refused, Started, StartOrder
 from backends.simulated import launcher
 from backends.simulated.clock import Timer, wait_for
 from backends.simulated.rank import Rank
@@ -239,7 +239,7 @@ class Generation:
         return [self.ranks[rank]] if rank in self.ranks else []
 
     @property
-    def _launched(self) -> Launched | None:
+    def _launched(self) -> BelowLauncher | None:
         return None if self.start_order is None else self.start_order.launched
 
     def _later(self, after: float, happen: Any) -> None:

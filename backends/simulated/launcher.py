@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.base import Launched
+from backends.base import BelowLauncher
 from backends.simulated.script import Exit
 
 
-def first_failed(launched: Launched, exit: Exit) -> int:
+def first_failed(launched: BelowLauncher, exit: Exit) -> int:
     """The rank that a script lets fail; where it means all, the first."""
     return launched.ranks[0] if exit.rank is None else exit.rank
 
 
-def told(launched: Launched, launcher_pid: int, exit: Exit | None, printed: list[str]) -> dict[str, Any]:
+def told(launched: BelowLauncher, launcher_pid: int, exit: Exit | None, printed: list[str]) -> dict[str, Any]:
     """What the launcher logs of the rank that failed (torch 2.13.0, ChildFailedError.format_msg), and what each rank left."""
     if exit is None or exit.exit_code == 0:
         return {"launched": [], "log_tail": []}
@@ -31,10 +31,11 @@ def told(launched: Launched, launcher_pid: int, exit: Exit | None, printed: list
     left = [
         {
             "rank": rank,
+            "local_rank": local_rank,
             "pid": pids[rank],
             "error": exit.error if rank == failed else None,
             "log_tail": (list(exit.log_tail) or printed) if rank == failed else [],
         }
-        for rank in launched.ranks
+        for local_rank, rank in enumerate(launched.ranks)
     ]
     return {"launched": left, "log_tail": block}
