@@ -26,6 +26,7 @@ from activities.fleet import FleetActivities
 from activities.job import JobActivities
 from activities.logs import LogActivities
 from activities.node import NodeActivities
+from activities.people import PeopleActivities
 from activities.records import RecordActivities
 from activities.watch import WatchActivities
 from backends.artifact import build_agent
@@ -170,6 +171,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             fleet.closed_jobs,
             fleet.reclaim,
             fleet.tell_fleet,
+            PeopleActivities(fleets).tell_people,
             logs.read_logs,
             logs.read_stacks,
             logs.read_incidents,

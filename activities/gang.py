@@ -10,11 +10,21 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from activities.observations import observations_from
+from activities.observations import MESSAGE_LIMIT, observations_from
 from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from backends.base import BackendError, WatchStream
 from recovery.diagnose import is_root
-from recovery.events import CheckpointSaved, Event, FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RanksHung, StepReached
+from recovery.events import (
+    CancelRequested,
+    CheckpointSaved,
+    Event,
+    FaultObserved,
+    NodeReturned,
+    NodeUnreachable,
+    ProgressSeen,
+    RanksHung,
+    StepReached,
+)
 from recovery.hang import Pace, advance, hung, rate
 from recovery.observations import Observation, RankExited, RanksVanished
 
@@ -64,6 +74,8 @@ class Gang:
         self._faults: list[tuple[Observation, bool]] = []
         """Each with whether it may be the root; judged once, for thousands come together."""
         self._returned: list[str] = []
+        self._cancelled: CancelRequested | None = None
+        """A person stopped a rank where ranks are run, past us: who stops one means the job."""
         # Whose first word tells what was saved before this watch: everybody's, but what the attempt before this one had heard stands.
         is_based = before is not None and before.based
         self._unheard = set(before.unreachable) & set(input.nodes) if before is not None and is_based else set(input.nodes)
@@ -121,6 +133,10 @@ class Gang:
             if seq <= view.seq:
                 return
             view.seq = seq
+            if raw.get("kind") == "StoppedByUser":
+                self._cancelled = CancelRequested(str(raw.get("because") or "")[:MESSAGE_LIMIT], str(raw.get("by") or ""))
+                self._news.set()
+                return
             for observation in observations_from(node, raw, now):
                 self.observed(node, observation)
 
@@ -237,8 +253,11 @@ class Gang:
         """Wait until there is something to decide."""
         tick = max(0.05, min(1.0, self.input.timeouts.heartbeat.total_seconds() / 4))
         while True:
-            if self._faults:
+            if self._faults and self._cancelled is None:
                 await self._gather()
+            if self._cancelled is not None:
+                return self._make(self._cancelled)
+            if self._faults:
                 return self._make(self._fault())
             if self._returned:
                 return self._make(*(NodeReturned(self.generation, node) for node in self._returned))

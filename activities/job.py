@@ -186,7 +186,8 @@ class JobActivities:
         spec = input.spec
         gang = input.gang or gang_of(prepared)
         stamps = {node.node: node.stamp for node in prepared}
-        environment = {**common_environment(input.token, spec, len(gang.members), input.max_restarts, *gang.master), **_secrets(spec)}
+        environment = common_environment(input.token, spec, len(gang.members), input.max_restarts, *gang.master)
+        secrets = _secrets(spec)
         orders = {}
         for index, slot in enumerate(input.slots):
             group_rank = input.first_group_rank + index
@@ -205,6 +206,7 @@ class JobActivities:
                 fences=input.fences,
                 log_pattern=spec.progress.log_pattern,
                 launched=launched,
+                secrets=secrets,
                 gpus=spec.gpus_per_node,
                 ecs=spec.ecs,
             )

@@ -9,7 +9,7 @@ Outcomes are values (`Done`, `Refused`); a missing answer is an exception, becau
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -108,6 +108,7 @@ class StartOrder:
     command: tuple[str, ...]
     workdir: str | None
     env: Mapping[str, str] = field(repr=False)
+    """Without `secrets`."""
     rank_env: tuple[Mapping[str, str], ...] = field(repr=False)
     peers: tuple[Peer, ...]
     """Supervisors to ask, at most 16."""
@@ -117,6 +118,8 @@ class StartOrder:
     fences: bool
     log_pattern: str | None = None
     launched: BelowLauncher | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables like those of `env`, for a backend to keep from everybody else, or to refuse."""
     gpus: int = 0
     """That its ranks use on this node."""
     ecs: EcsTask | None = None
@@ -260,6 +263,52 @@ class CyclesPower(Protocol):
         Raises:
             Unreachable: nobody knows what it did.
         """
+        ...
+
+
+@runtime_checkable
+class TellsPeople(Protocol):
+    """A backend that has a way to tell people something where nobody looks at a screen."""
+
+    async def tell_people(self, subject: str, text: str) -> str:
+        """Return how they were told, a clause; or that there is no way to.
+
+        Raises:
+            Unreachable: nobody knows whether they were told.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEvent:
+    what: str
+    version: int
+    token: Token | None
+    """Whose rank it is; None: none of ours."""
+    ended: bool
+    """Whether it says that the rank has ended, or is about to."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskMessage:
+    receipt: str
+    event: TaskEvent | None
+    """None: nothing that a job would look for."""
+
+
+class EventQueue(Protocol):
+    async def receive(self) -> Sequence[TaskMessage]:
+        """Wait for messages, some seconds at most. What cannot be read is left where it is: the queue has a place for those.
+
+        Raises:
+            BackendError: the queue does not answer.
+        """
+        ...
+
+    async def delete(self, messages: Sequence[TaskMessage]) -> None: ...
+
+    def hint(self, what: str) -> bool:
+        """Have it looked at by a watch of this process; False: none follows it."""
         ...
 
 

@@ -74,7 +74,7 @@ class AgentSession:
             "node": order.node,
             "command": order.command,
             "workdir": order.workdir,
-            "env": dict(order.env),
+            "env": {**order.env, **order.secrets},
             "rank_env": [dict(env) for env in order.rank_env],
             "peers": [asdict(peer) for peer in order.peers],
             "prepared": order.prepared,

@@ -23,6 +23,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.messages import (
         OFFER,
         AnswerMessage,
+        HintMessage,
         PolicyMessage,
         answer_event,
         cancel_event,
@@ -33,6 +34,7 @@ with workflow.unsafe.imports_passed_through():
         report_event,
         retry_event,
     )
+    from workflows.watches import Watches
 
 
 class Mailbox:
@@ -41,6 +43,7 @@ class Mailbox:
     _job: JobState
     _inbox: list[Event]
     _claims: Claims
+    _watches: Watches
 
     @workflow.signal(description='Stop every rank and end the job. {"because": "…", "by": "…"}, all optional.')
     def cancel(self, message: Any = None, *_more: Any) -> None:
@@ -78,6 +81,13 @@ class Mailbox:
     @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…"}.')
     def report(self, message: Any = None, *_more: Any) -> None:
         self._receive("report", message, report_event)
+
+    @workflow.signal(description="Something may have happened to a rank: whoever watches looks again. Nobody else sends it.")
+    def hint(self, message: Any = None, *_more: Any) -> None:
+        try:
+            self._watches.look_again(HintMessage.model_validate(message or {}))
+        except ValidationError as error:
+            self._inbox.append(MessageRejected("hint", explain(error)))
 
     def _receive(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
         try:

@@ -60,6 +60,8 @@ class Carried:
     dead: tuple[str, ...] = ()
     """Nodes that a person declared dead, since they were chosen last."""
     deadline: datetime | None = None
+    told: str = ""
+    """What people were told last."""
     claims: ClaimsCarried = ClaimsCarried()
 
 
@@ -161,6 +163,17 @@ class ReportMessage(Strict):
     declared: Literal["dead"] = "dead"
     because: str = ""
     by: str = ""
+
+
+class HintMessage(Strict):
+    """Something may have happened to a rank where ranks are run. It is looked at, and not believed."""
+
+    what: str = ""
+    """Which task, or whatever it is there."""
+    version: int = 0
+    """Of what is known of it: an older one, or the same again, is no news."""
+    submission: int = 0
+    generation: int = 0
 
 
 class PolicyMessage(Strict):

@@ -43,6 +43,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.leaves import Leaves
     from workflows.mailbox import Mailbox
     from workflows.messages import Carried, JobResult, TrainingJobInput
+    from workflows.people import Notices
     from workflows.search_attributes import attributes, current_details, memo, updates
     from workflows.watches import Watches
 
@@ -73,6 +74,7 @@ class TrainingJob(Mailbox):
         self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
         self._saying_again: asyncio.Task[None] | None = None
         self._growing: asyncio.Task[None] | None = None
+        self._notices = Notices(lambda: self._job, start.carried.told)
         self._leaves = Leaves(lambda: self._job, self._inbox.append)
         self._timer: asyncio.Task[None] | None = None
         self._deadline: datetime | None = None
@@ -117,6 +119,7 @@ class TrainingJob(Mailbox):
             self._watches.report_checkpoints()
             self._keep_wish()
             self._publish()
+            self._notices.keep()
             if self._may_end():
                 return await self._end()
             if workflow.info().is_continue_as_new_suggested() and self._may_continue_as_new():
@@ -130,7 +133,7 @@ class TrainingJob(Mailbox):
 
     @property
     def _doing(self) -> tuple[asyncio.Task[None] | None, ...]:
-        return self._act, self._archiving, self._saying_again, self._growing, self._watches.exchanging
+        return self._act, self._archiving, self._saying_again, self._growing, self._watches.exchanging, self._notices.telling
 
     # --- one event, one decision
 
@@ -324,6 +327,9 @@ class TrainingJob(Mailbox):
         assert self._job.ending is not None
         self._job = finish(self._job, workflow.now())
         self._publish()
+        self._notices.keep()
+        if self._notices.telling is not None:
+            await self._settled([self._notices.telling])
         await workflow.wait_condition(workflow.all_handlers_finished)
         job, ending = self._job, self._job.ending
         assert ending is not None
@@ -345,7 +351,13 @@ class TrainingJob(Mailbox):
         if (cancelled := await self._settled(watching)) is not None:
             self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
         carried = Carried(
-            tuple(self._inbox), self._watches.after_seq, self._watches.exited, self._dead, self._deadline, self._claims.carried
+            tuple(self._inbox),
+            self._watches.after_seq,
+            self._watches.exited,
+            self._dead,
+            self._deadline,
+            self._notices.told,
+            self._claims.carried,
         )
         workflow.continue_as_new(TrainingJobInput(spec=self._job.spec, policy=self._job.policy, resume=self._job, carried=carried))
 

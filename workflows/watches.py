@@ -14,6 +14,11 @@ with workflow.unsafe.imports_passed_through():
     from recovery.leaving import at_checkpoint
     from recovery.model import JobState, Phase
     from workflows import orders
+    from workflows.messages import HintMessage
+
+
+HINT_PATIENCE = 1.0
+"""Seconds that a watch is given to report by itself what was hinted at: a look takes a tenth of one."""
 
 
 class Watches:
@@ -32,6 +37,8 @@ class Watches:
         self.after_seq = dict(after_seq)
         self.exited = dict(exited)
         self.exchanging: asyncio.Task[None] | None = None
+        self._hints: dict[str, int] = {}
+        """The newest version of each thing that was hinted at, in this generation."""
 
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:
@@ -56,13 +63,28 @@ class Watches:
     def stop(self) -> None:
         for watch in self._watches.values():
             watch.cancel()
-        self._watches, self.after_seq, self.exited, self._reporting = {}, {}, {}, set()
+        self._watches, self.after_seq, self.exited, self._reporting, self._hints = {}, {}, {}, set(), {}
 
     def report_checkpoints(self) -> None:
         """Where nodes are to be left at a checkpoint, exchange whoever watches and does not report one."""
         deaf = tuple(watch for index, watch in self._watches.items() if index not in self._reporting and not watch.done())
         if deaf and at_checkpoint(self._job()) and (self.exchanging is None or self.exchanging.done()):
             self.exchanging = asyncio.create_task(self._exchange(deaf))
+
+    def look_again(self, hint: HintMessage) -> None:
+        """Have whoever watches look now: a new watch does that first, and the one that runs may be in another process, out of reach."""
+        job = self._job()
+        is_ours = (hint.submission, hint.generation) == (job.submission, job.generation)
+        if not is_ours or self._hints.get(hint.what, -1) >= hint.version:
+            return
+        self._hints[hint.what] = hint.version
+        if self.running and (self.exchanging is None or self.exchanging.done()):
+            self.exchanging = asyncio.create_task(self._look_soon(tuple(self.running)))
+
+    async def _look_soon(self, watches: tuple[asyncio.Task[None], ...]) -> None:
+        await workflow.sleep(HINT_PATIENCE, summary="whether the watch reports what was hinted at")
+        if left := tuple(watch for watch in watches if not watch.done() and watch in self.running):
+            await self._exchange(left)
 
     async def _exchange(self, watches: tuple[asyncio.Task[None], ...]) -> None:
         for watch in watches:

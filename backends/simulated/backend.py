@@ -63,6 +63,8 @@ class SimulatedBackend:
         self._specs = {node.name: node for node in spec.nodes}
         self._streams: set[Stream] = set()
         self._closed = False
+        self.told: list[tuple[str, str]] = []
+        """Subject and text of what people were told."""
 
     @property
     def calls(self) -> list[Call]:
@@ -105,6 +107,12 @@ class SimulatedBackend:
         """Wait until no order is on its way. Copies that wait for further orders are not on their way."""
         while self._world.tasks:
             await asyncio.wait(set(self._world.tasks))
+
+    # --- base.TellsPeople ---
+
+    async def tell_people(self, subject: str, text: str) -> str:
+        self.told.append((subject, text))
+        return "they were told"
 
     # --- base.Backend ---
 

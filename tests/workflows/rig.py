@@ -21,6 +21,7 @@ from activities.fleet import FleetActivities, TellFleetInput
 from activities.job import JobActivities
 from activities.logs import LogActivities
 from activities.node import NodeActivities
+from activities.people import PeopleActivities
 from activities.records import RecordActivities
 from activities.watch import WatchActivities
 from backends.simulated import ManualClock, Script, SimulatedBackend
@@ -234,6 +235,7 @@ def activities(fleets: SimulatedFleets, client: Client, archive: Path, queue: st
         jobs.launch_ranks,
         jobs.stop_ranks,
         watch.watch_ranks,
+        PeopleActivities(fleets).tell_people,
         records.archive_incidents,
         logs.read_logs,
         logs.read_incidents,

@@ -209,7 +209,7 @@ async def test_a_secret_reaches_the_ranks_and_no_history(make_rig: MakeRig, tmp_
         job = await rig.submit(secrets={"HF_TOKEN": {"file": str(tmp_path / "token")}})
         await job.result()
         orders = [call.order for call in rig.backend.calls if call.command == "start"]
-        assert [order.env["HF_TOKEN"] for order in orders if isinstance(order, StartOrder)] == ["hf-very-secret"] * 2
+        assert [order.secrets["HF_TOKEN"] for order in orders if isinstance(order, StartOrder)] == ["hf-very-secret"] * 2
         assert b"very-secret" not in b"".join(event.SerializeToString() for event in (await job.history()).events)
 
 

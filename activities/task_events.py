@@ -1,0 +1,73 @@
+"""Hears from whoever runs ranks that something has happened to one, and has the job look. It believes nothing of it and acts on nothing.
+
+A message is taken off its queue only when somebody has been told: a watch of this very worker, or the job's workflow by a signal. What
+is lost on the way costs time and nothing else, for every watch looks by itself from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict, dataclass
+
+from temporalio.client import Client
+from temporalio.service import RPCError, RPCStatusCode
+
+from backends.base import BackendError, EventQueue, TaskEvent
+from workflows.messages import WORKFLOW_ID_PREFIX
+
+AGAIN = (1.0, 30.0)
+"""Seconds after which a queue that does not answer is asked again: the first time, and at most."""
+SIGNAL_WITHIN = 10.0
+
+log = logging.getLogger("relaunch.events")
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    what: str
+    version: int
+    submission: int
+    generation: int
+
+
+class TaskEvents:
+    def __init__(self, client: Client, queue: EventQueue) -> None:
+        self._client = client
+        self._queue = queue
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        delay = AGAIN[0]
+        while True:
+            try:
+                messages = await self._queue.receive()
+                told = [message for message in messages if await self._tell(message.event)]
+                if told:
+                    await self._queue.delete(told)
+                delay = AGAIN[0]
+            except BackendError as error:
+                log.warning("the queue of events does not answer, and watches look only by themselves: %s", error.because)
+                await asyncio.sleep(delay)
+                delay = min(AGAIN[1], 2 * delay)
+
+    async def _tell(self, event: TaskEvent | None) -> bool:
+        """Whether nobody has to be told any more."""
+        if event is None or event.token is None or not event.ended or event.token.namespace != self._client.namespace:
+            return True
+        if self._queue.hint(event.what):
+            return True
+        token = event.token
+        hint = Hint(event.what, event.version, token.submission, token.generation)
+        handle = self._client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{token.job}")
+        try:
+            async with asyncio.timeout(SIGNAL_WITHIN):
+                await handle.signal("hint", asdict(hint))
+        except TimeoutError:
+            return False
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                return True  # it has ended
+            log.warning("job %s could not be told of %s, which stays in the queue: %s", token.job, event.what, error)
+            return False
+        return True
