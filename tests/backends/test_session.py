@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends.base import BackendError, ProtocolError, Refused, Unreachable
+from backends.base import BackendError, ProtocolError, Refused, StartOrder, Unreachable
 from backends.pipe import LINE_LIMIT, ProcessPipe
 from backends.session import AgentSession
+from recovery.model import Token
 
 pytestmark = pytest.mark.asyncio
 
@@ -63,6 +64,16 @@ async def ask(session: AgentSession, command: str, within: float = 1.0) -> objec
         "reboot": lambda: session.reboot("r1", "b1", "Xid 79"),
     }
     return await calls[command]()
+
+
+async def test_the_secrets_of_a_job_are_variables_of_its_ranks(opened: Open) -> None:
+    echo = '{"outcome": "refused", "why": "env", "because": json.dumps(order["order"]["env"])}'
+    session = opened({}, AGENT.replace('answers.get(order["command"])', echo))
+    start = StartOrder(
+        Token("default", "llama", 1, 1), "n1", ("train",), None, {"A": "1"}, (), (), 0.0, "5ec7e7", fences=True, secrets={"B": "2"}
+    )
+    answer = await session.start(start)
+    assert isinstance(answer, Refused) and json.loads(answer.because) == {"A": "1", "B": "2"}
 
 
 @pytest.mark.parametrize(
