@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from temporalio.client import Client
@@ -32,7 +33,8 @@ class Hint:
 
 
 class TaskEvents:
-    def __init__(self, client: Client, queue: EventQueue) -> None:
+    def __init__(self, client: Client, queue: Callable[[], EventQueue | None]) -> None:
+        """`queue`: the one that there is now; it changes with the fleet's file."""
         self._client = client
         self._queue = queue
 
@@ -40,22 +42,25 @@ class TaskEvents:
         """Until cancelled."""
         delay = AGAIN[0]
         while True:
+            if (queue := self._queue()) is None:
+                await asyncio.sleep(AGAIN[1])
+                continue
             try:
-                messages = await self._queue.receive()
-                told = [message for message in messages if await self._tell(message.event)]
+                messages = await queue.receive()
+                told = [message for message in messages if await self._tell(message.event, queue)]
                 if told:
-                    await self._queue.delete(told)
+                    await queue.delete(told)
                 delay = AGAIN[0]
             except BackendError as error:
                 log.warning("the queue of events does not answer, and watches look only by themselves: %s", error.because)
                 await asyncio.sleep(delay)
                 delay = min(AGAIN[1], 2 * delay)
 
-    async def _tell(self, event: TaskEvent | None) -> bool:
+    async def _tell(self, event: TaskEvent | None, queue: EventQueue) -> bool:
         """Whether nobody has to be told any more."""
         if event is None or event.token is None or not event.ended or event.token.namespace != self._client.namespace:
             return True
-        if self._queue.hint(event.what):
+        if queue.hint(event.what):
             return True
         token = event.token
         hint = Hint(event.what, event.version, token.submission, token.generation)

@@ -47,7 +47,7 @@ class ListQueue:
 
 
 async def run(client: Client, queue: ListQueue, rounds: int = 1) -> None:
-    running = asyncio.create_task(TaskEvents(client, queue).run())
+    running = asyncio.create_task(TaskEvents(client, lambda: queue).run())
     try:
         async with asyncio.timeout(20):
             while queue.left and queue.received <= rounds:

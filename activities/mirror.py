@@ -1,0 +1,179 @@
+"""Shows jobs and fleets to whoever keeps a copy of how they stand elsewhere: a loop beside the worker, of which nothing enters a history.
+
+What the copy looks like is its own matter. It may be some seconds old, and nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Protocol
+
+from pydantic import ValidationError
+from temporalio.client import (
+    Client,
+    WorkflowExecution,
+    WorkflowExecutionDescription,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+)
+from temporalio.service import RPCError, RPCStatusCode
+
+from backends.base import BackendError
+from recovery.fleet.model import FleetState
+from recovery.model import JobState
+from workflows.messages import FLEET_ID_PREFIX, JobResult
+
+EVERY = 5.0
+"""Seconds between the end of a round and the next."""
+RECENT = timedelta(hours=1)
+"""How long ago a job may have ended that a worker looks at when it starts: longer than a worker takes to be replaced."""
+AT_ONCE = 8
+"""Jobs asked at a time: each may be replayed for it by a worker that has other things to do."""
+ANSWER_WITHIN = timedelta(seconds=10)
+EVENTS = 10**6
+"""More than the events of any run: a server ends one at 51,200."""
+ENDED = (
+    WorkflowExecutionStatus.COMPLETED,
+    WorkflowExecutionStatus.FAILED,
+    WorkflowExecutionStatus.CANCELED,
+    WorkflowExecutionStatus.TERMINATED,
+    WorkflowExecutionStatus.TIMED_OUT,
+)
+EXPECTED = (RPCError, BackendError, WorkflowFailureError, WorkflowQueryFailedError, WorkflowQueryRejectedError, ValidationError)
+"""What ends one look, and the next round may get over."""
+
+log = logging.getLogger("relaunch.mirror")
+
+
+class FleetMirror(Protocol):
+    """The copy of one fleet. `seq` is the age of what it is shown: higher is newer, whoever shows it."""
+
+    async def job(self, state: JobState, seq: int, terminated: bool) -> bool:
+        """Return False where it is to be shown again although nothing has happened since.
+
+        Raises:
+            BackendError: it could not be written.
+        """
+        ...
+
+    async def nodes(self, state: FleetState, seq: int) -> None: ...
+
+
+class MirrorLoop:
+    def __init__(self, client: Client, mirrors: Mapping[str, FleetMirror], every: float = EVERY) -> None:
+        """Prepare to show.
+
+        Args:
+            client: Of the namespace whose jobs are shown.
+            mirrors: By fleet; jobs of others are passed over.
+            every: Seconds between two rounds.
+        """
+        self._client = client
+        self._mirrors = mirrors
+        self._every = every
+        self._shown: dict[str, Hashable] = {}
+        """How each job and fleet was when it was shown last, by workflow id."""
+        self._failing: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Show what changes until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._every)
+
+    async def look(self) -> None:
+        """Show once whatever has changed. What cannot be shown is logged, and comes again with the next round."""
+        await self._tried("fleets", self._fleets)
+        await self._tried("jobs", self._jobs)
+
+    async def _fleets(self) -> None:
+        for name, mirror in sorted(self._mirrors.items()):
+            await self._tried(f"{FLEET_ID_PREFIX}{name}", partial(self._fleet, name, mirror))
+
+    async def _fleet(self, name: str, mirror: FleetMirror) -> None:
+        id = f"{FLEET_ID_PREFIX}{name}"
+        try:
+            found = await self._client.get_workflow_handle(id).describe(rpc_timeout=ANSWER_WITHIN)
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                return
+            raise
+        now = (found.run_id, _length(found))
+        if found.status is not WorkflowExecutionStatus.RUNNING or self._shown.get(id) == now:
+            return
+        handle = self._client.get_workflow_handle(id, run_id=found.run_id)
+        state: FleetState = await handle.query("state", result_type=FleetState, rpc_timeout=ANSWER_WITHIN)
+        await mirror.nodes(state, _seq(found))
+        self._shown[id] = now
+
+    async def _jobs(self) -> None:
+        changed, listed = [], set()
+        for run in _newest([run async for run in self._client.list_workflows(_query(datetime.now(UTC)))]):
+            memo = await run.memo()
+            fleet = str(memo.get("fleet", ""))  # until its first workflow task a job does not say
+            now = (run.run_id, run.status, run.history_length, tuple(sorted((name, str(value)) for name, value in memo.items())))
+            listed.add(run.id)
+            if fleet in self._mirrors and self._shown.get(run.id) != now:
+                changed.append((run, self._mirrors[fleet], now))
+        for id in [id for id in self._shown if id not in listed and not id.startswith(FLEET_ID_PREFIX)]:
+            del self._shown[id]
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(run: WorkflowExecution, mirror: FleetMirror, now: Hashable) -> None:
+            async with gate:
+                await self._tried(run.id, partial(self._job, run, mirror, now))
+
+        await asyncio.gather(*(one(*each) for each in changed))
+
+    async def _job(self, run: WorkflowExecution, mirror: FleetMirror, now: Hashable) -> None:
+        handle = self._client.get_workflow_handle(run.id, run_id=run.run_id, result_type=JobResult)
+        # Before the state is asked for: what that says is at least as new as this, and the next look is newer than both.
+        found = await handle.describe(rpc_timeout=ANSWER_WITHIN)
+        state: JobState
+        if found.status is WorkflowExecutionStatus.COMPLETED:
+            result: JobResult = await handle.result(follow_runs=False, rpc_timeout=ANSWER_WITHIN)
+            state = result.state
+        else:
+            state = await handle.query("state", result_type=JobState, rpc_timeout=ANSWER_WITHIN)
+        if await mirror.job(state, _seq(found), found.status in ENDED and not state.phase.is_final):
+            self._shown[run.id] = now
+
+    async def _tried(self, what: str, look: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await look()
+        except EXPECTED as error:
+            said = f"{type(error).__name__}: {error}"
+            if self._failing.get(what) != said:
+                log.warning("%s: the copy is not brought up to date, and it is tried again: %s", what, said)
+            self._failing[what] = said
+        else:
+            self._failing.pop(what, None)
+
+
+def _query(now: datetime) -> str:
+    since = (now - RECENT).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"WorkflowType = 'TrainingJob' AND (ExecutionStatus = 'Running' OR CloseTime > '{since}')"
+
+
+def _newest(runs: Iterable[WorkflowExecution]) -> list[WorkflowExecution]:
+    """Of each job the last run, without those that another one continues."""
+    last: dict[str, WorkflowExecution] = {}
+    for run in runs:
+        if run.id not in last or run.start_time > last[run.id].start_time:
+            last[run.id] = run
+    return [run for run in last.values() if run.status is WorkflowExecutionStatus.RUNNING or run.status in ENDED]
+
+
+def _length(run: WorkflowExecutionDescription) -> int:
+    return run.raw_description.workflow_execution_info.history_length
+
+
+def _seq(run: WorkflowExecutionDescription) -> int:
+    """The age of a workflow, by the server's clock and count: a later run is newer, and a longer history of one run is."""
+    return int(run.start_time.timestamp() * 1000) * EVENTS + _length(run)
