@@ -15,30 +15,35 @@ from recovery.catalog import Catalog
 from recovery.causes import HARDWARE_CAUSES, Cause
 from recovery.dcgm import Examination, read_diag
 from recovery.evidence import Finding, Role, Verdict
-from recovery.facts import LATEST, MOST, count, fields, moment, text, unreadable
-from recovery.kernel_log import read_kernel_log
+from recovery.facts import count, fields, moment, text, unreadable
+from recovery.node_readings import CLOCK_NAMED, CLOCK_SHOWN, clock, clock_offset, disks, ecs, kernel, memory, seconds
 from recovery.nvml import bus_id, read_gpus
+
+__all__ = [
+    "CLOCK_NAMED",
+    "CLOCK_SHOWN",
+    "LONGEST_ID",
+    "MAX_FINDINGS",
+    "SICK",
+    "Health",
+    "Reboot",
+    "clock_offset",
+    "read_health",
+    "with_diag",
+]
 
 SICK = (Cause.GPU_FATAL, Cause.GPU_RESET, Cause.NODE_FAULT)
 """Causes that a node is unhealthy for. Networks, file servers and programs fail on healthy nodes, and what is transient is over."""
 NOT_DIAGNOSED = "dcgmi diag was not run"
+NOT_PROBED = "nothing reads it from within, and its health check was not run"
+"""Of a node on which nothing of ours runs: what there is to know of it is the exit code of a health check."""
 MAX_FINDINGS = 64
 LONGEST_ID = 200
 """Of a repair or an examination: the longest names of a fleet and a node, and a run."""
-MAX_LINES = 200
-"""Of a kernel log, the newest: what agents send."""
 MAX_NAMED = 8
 """Of those who hold a node; the rest are counted."""
 MAX_REBOOTS = 20
 """Of a node's journal, the newest: what agents send."""
-MIN_FREE = 1 << 20
-"""Bytes on the disk of the agent's state: what one launch writes there (orders, journals, exit codes) no longer fits into less."""
-MIN_MEMORY = 0.01
-"""Of the memory; with less available, the kernel is about to kill something."""
-CLOCK_SHOWN, CLOCK_NAMED = 5.0, 60.0
-"""Seconds that a node's clock may be off, for certain, before that is among its findings, and before it is named beside its verdict. It is
-never a verdict: relaunch's own rules count on each node's CLOCK_BOOTTIME. Seconds mix up the logs of two nodes; minutes break certificates,
-tokens and Kerberos, which refuses at five (RFC 4120)."""
 
 _ROLES = tuple(Role)
 _BOOT_ID = re.compile(r"[!-~]{1,128}")
@@ -102,7 +107,8 @@ def read_health(
 
     Args:
         facts: The answer to a probe; None where there was none.
-        diag: The answer to diagnose, a refusal as `{"refused": why, "because": …}`; None where it was not asked.
+        diag: The answer to diagnose, a refusal as `{"refused": why, "because": …}`; None where it was not asked. Where it comes from a
+            health check that tells by its exit code alone, `{"contract": "healthy" | "faulty" | "inconclusive", "because": …}`.
         expected_gpus: What the fleet file says.
         level: Of `dcgmi diag`; 0: it is not asked for.
         catalog: With the user's overrides.
@@ -123,6 +129,8 @@ def read_health(
 def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: Catalog) -> Health:
     """The verdict with what `dcgmi diag` says besides."""
     health = replace(health, unread=tuple(clause for clause in health.unread if clause != NOT_DIAGNOSED))
+    if diag.get("outcome") == "done" and "contract" in diag:
+        return _by_contract(health, diag)
     stdout, exit_code = diag.get("stdout"), diag.get("exit_code", "")
     missing = ""
     if "refused" in diag:
@@ -143,10 +151,29 @@ def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: C
     return _judged(replace(health, findings=(*health.findings, *examination.findings)), examination, level)
 
 
+def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
+    """The verdict with what an exit code says: 0 healthy, 1 faulty, and every other one nothing."""
+    because = text(diag.get("because")) or "no reason given"
+    unread = tuple(clause for clause in health.unread if clause != NOT_PROBED)
+    # It cannot tell a boot id, unless that of EC2. One that the node ended is killed, and that is inconclusive.
+    if diag.get("boot_id", health.boot_id) != health.boot_id:
+        return _judged(replace(health, unread=(*unread, "it is not the same boot that was probed and diagnosed")))
+    match diag["contract"]:
+        case "healthy":
+            return _judged(replace(health, unread=unread, examined=(*health.examined, "its health check")))
+        case "faulty":
+            finding = Finding("dcgm", "health check", Role.ROOT, f"its health check found a fault: {because}", Cause.GPU_FATAL)
+            return _judged(replace(health, unread=unread, findings=(*health.findings, finding)))
+        case _:
+            return _judged(replace(health, unread=(*unread, f"its health check says nothing: {because}")))
+
+
 # --- what the probe says
 
 
 def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
+    if facts.get("unprobed") is True:
+        return _unprobed(facts, expected, catalog)
     gpus = read_gpus(facts.get("gpus"), expected, catalog)
     findings, unread, examined = list(gpus.findings), list[str](), list[str]()
     if expected:
@@ -159,29 +186,16 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
     if not isinstance(boot_id, str) or not _BOOT_ID.fullmatch(boot_id):
         boot_id = ""
         unread.append(f"boot id: {unreadable(facts.get('boot_id'))}")
-    for read in (_disks, _memory, _kernel, _clock):
+    for read in (disks, memory, kernel, clock, ecs):
         found, missing = read(facts, catalog)
         findings += found
         unread += missing
     examined += ["disk", "memory"]
     if not expected and fields(facts.get("kernel")) is not None:
         examined.append("kernel log")
-    reboots = _reboots(facts.get("reboots"))
-    held = facts.get("held", "")
-    busy = (*_jobs(facts.get("jobs")), *_holder(held), *gpus.users)
-    if len(busy) > MAX_NAMED:
-        busy = (*busy[:MAX_NAMED], f"{len(busy) - MAX_NAMED} more")
-    return Health(
-        Verdict.UNKNOWN,
-        "",
+    return replace(
+        _shared(facts, boot_id, gpus.users),
         findings=tuple(findings),
-        boot_id=boot_id,
-        busy=busy,
-        reboots=reboots or (),
-        journal_unread=f"its journal of reboots: {unreadable(facts.get('reboots'))}" if reboots is None else "",
-        held=text(held.get("id"), LONGEST_ID) if isinstance(held, Mapping) else "",
-        clock=moment(facts.get("wall")),
-        uptime=_seconds(facts.get("stamp")),
         working=gpus.working,
         seen=gpus.seen,
         examined=tuple(examined),
@@ -189,91 +203,43 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
     )
 
 
-def _disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
-    rows = facts.get("disks")
-    if not isinstance(rows, list) or not rows:
-        return [], [f"disks: {unreadable(rows)}" if not isinstance(rows, list) else "disks: none is listed"]
-    findings, unread = [], []
-    for position, row in enumerate(rows[:MAX_NAMED]):
-        of_state = position == 0  # the one that the agent works on comes first
-        row = fields(row)  # noqa: PLW2901 (None where it is no object)
-        path = (text(row.get("path"), 80) if row else "") or f"disk {position}"
-        free, writable = (count(row.get("free")), row.get("writable")) if row else (None, None)
-        inodes = row.get("inodes_free", "") if row else ""
-        if row is None or free is None or not isinstance(writable, bool) or (inodes is not None and count(inodes) is None):
-            unread.append(f"disk {path} cannot be read")
-        role, cause = (Role.ROOT, Cause.NODE_FAULT) if of_state else (Role.SYMPTOM, None)
-        if row is not None and writable is False:
-            words = f"{path} cannot be written to: {text(row.get('because')) or 'no reason given'}"
-            # An ordinary user may not write to `/`, on the best of nodes.
-            findings.append(Finding("node", "disk", role if of_state else Role.INFORMATION, words, cause))
-        elif free is not None and free < MIN_FREE:
-            findings.append(Finding("node", "disk", role, f"{path} is full: {free} bytes free", cause))
-        elif inodes == 0 and not isinstance(inodes, bool):
-            findings.append(Finding("node", "disk", role, f"{path} is full: no inode is free", cause))
-    return findings, unread
+def _unprobed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
+    """Of a node that only others tell of: its scheduler, and who runs its machine."""
+    boot_id = facts.get("boot_id")
+    known = isinstance(boot_id, str) and _BOOT_ID.fullmatch(boot_id)
+    registered = count(facts.get("ecs_gpus"))
+    unread = [NOT_PROBED]
+    if not known:
+        unread.append(f"boot id: {unreadable(boot_id)}")
+    if expected and (registered or 0) < expected:
+        unread.append(f"ECS has registered {registered or 0} of {expected} GPUs")
+    findings, _ = ecs(facts, catalog)
+    return replace(
+        _shared(facts, str(boot_id) if known else "", ()),
+        findings=tuple(findings),
+        working=registered,
+        unread=tuple(unread),
+    )
 
 
-def _memory(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
-    memory = fields(facts.get("memory"))
-    total = count(memory.get("total")) if memory else None
-    available = count(memory.get("available")) if memory else None
-    if not total or available is None:
-        return [], [f"memory: {unreadable(facts.get('memory'))}"]
-    if available >= MIN_MEMORY * total:
-        return [], []
-    words = f"{available >> 20} of {total >> 20} MiB of its memory are available"
-    return [Finding("node", "memory", Role.SYMPTOM, words)], []
-
-
-def _kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], list[str]]:
-    log = facts.get("kernel")
-    lines = log.get("lines") if isinstance(log, Mapping) else None
-    kept = lines[-MAX_LINES:] if isinstance(lines, list) else []
-    findings = [_kept(found) for found in read_kernel_log([_encodable(line) for line in kept if isinstance(line, str)], catalog)]
-    if fields(log) is None or not isinstance(lines, list):
-        # Many hosts let nobody but root read it, and those are to be repaired, too.
-        words = f"its kernel log cannot be read: {unreadable(log if fields(log) is None else lines)}"
-        findings.append(Finding("node", "kernel log unreadable", Role.INFORMATION, words))
-    return findings, []
-
-
-def clock_offset(facts: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Seconds that the node's clock is ahead of the controller's, and within how many, as RFC 5905 (section 8) tells it: half of the round
-    trip."""
-    exchange = facts.get("exchange")
-    sent, received = (_seconds(exchange.get(name)) for name in ("sent", "received")) if isinstance(exchange, Mapping) else (None, None)
-    arrived, answered = _seconds(facts.get("wall")), _seconds(facts.get("answered"))
-    answered = arrived if answered is None else answered
-    if sent is None or received is None or arrived is None or answered is None:
-        return None
-    return ((arrived - sent) + (answered - received)) / 2, max(0.0, (received - sent) - (answered - arrived)) / 2
-
-
-def _clock(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
-    known = clock_offset(facts)
-    if known is None:
-        return [], []
-    offset, within = known
-    if abs(offset) - within <= CLOCK_SHOWN:
-        return [], []
-    words = f"its clock is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'} (±{within:.1f} s)"
-    role = Role.SYMPTOM if abs(offset) - within > CLOCK_NAMED else Role.INFORMATION
-    return [Finding("node", "clock", role, words)], []
-
-
-def _seconds(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST else None
-
-
-def _encodable(line: str) -> str:
-    return line.encode("utf-8", "replace").decode()
-
-
-def _kept(found: Finding) -> Finding:
-    """A line may hold a thousand digits where a number belongs."""
-    at = found.at if found.at is not None and found.at < MOST else None
-    return replace(found, because=text(found.because), gpu=found.gpu and found.gpu[:40], pid=count(found.pid), at=at)
+def _shared(facts: Mapping[str, Any], boot_id: str, users: tuple[str, ...]) -> Health:
+    """Who has the node, and when it was rebooted."""
+    reboots = _reboots(facts.get("reboots"))
+    held = facts.get("held", "")
+    busy = (*_jobs(facts.get("jobs")), *_holder(held), *users)
+    if len(busy) > MAX_NAMED:
+        busy = (*busy[:MAX_NAMED], f"{len(busy) - MAX_NAMED} more")
+    return Health(
+        Verdict.UNKNOWN,
+        "",
+        boot_id=boot_id,
+        busy=busy,
+        reboots=reboots or (),
+        journal_unread=f"its journal of reboots: {unreadable(facts.get('reboots'))}" if reboots is None else "",
+        held=text(held.get("id"), LONGEST_ID) if isinstance(held, Mapping) else "",
+        clock=moment(facts.get("wall")),
+        uptime=seconds(facts.get("stamp")),
+    )
 
 
 def _jobs(rows: object) -> Iterator[str]:
@@ -340,7 +306,7 @@ def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> 
 def _reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[str]:
     """One clause for all that DCGM found, in its own order of gravity, among those of the others."""
     said = f"dcgmi diag -r {level}: {diag.because}" if diag is not None else ""
-    reasons = [said if finding.source == "dcgm" else finding.because for finding in sick]
+    reasons = [said if finding.source == "dcgm" and said else finding.because for finding in sick]
     return reasons or [said]
 
 

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from recovery.catalog import catalog
 from recovery.catalog.dcgm_tables import Advice
 from recovery.catalog.overrides import CatalogOverrides
+from recovery.causes import Cause
 from recovery.evidence import Role, Verdict
 from recovery.facts import LONGEST, last_line, text
 from recovery.health import MAX_FINDINGS, Health, read_health, with_diag
@@ -500,3 +501,85 @@ def test_a_clock_that_was_not_read_is_not_judged(facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("stamp", "uptime"), [(1000.5, 1000.5), (0, 0.0), (True, None), ("?", None), (-1, None), (float("nan"), None)])
 def test_how_long_a_boot_has_lasted_is_read(stamp: Any, uptime: float | None) -> None:
     assert read(probe(stamp=stamp)).uptime == uptime
+
+
+# --- a health check that tells by its exit code alone
+
+
+def unprobed(**changes: Any) -> dict[str, Any]:
+    facts = {"outcome": "done", "unprobed": True, "boot_id": "ec2:i-1:100", "stamp": 5.0, "ecs_gpus": 8, "ecs_health": "OK"}
+    facts |= {"jobs": [], "held": None, "reboots": [], **changes}
+    return {key: value for key, value in facts.items() if value is not ...}
+
+
+def contract(word: str, because: Any = "its task ended with exit code 1", **more: Any) -> dict[str, Any]:
+    return {"outcome": "done", "contract": word, "because": because, **more}
+
+
+NOT_PROBED = "nothing reads it from within, and its health check was not run"
+CONTRACTS = {
+    "it is passed": (unprobed(), contract("healthy"), Verdict.HEALTHY, "its health check: nothing found"),
+    "it is passed on the boot that was looked at": (
+        unprobed(),
+        contract("healthy", boot_id="ec2:i-1:100"),
+        Verdict.HEALTHY,
+        "its health check: nothing found",
+    ),
+    "it is passed on another boot": (
+        unprobed(),
+        contract("healthy", boot_id="ec2:i-1:200"),
+        Verdict.UNKNOWN,
+        "it is not the same boot that was probed and diagnosed",
+    ),
+    "it is failed": (
+        unprobed(),
+        contract("faulty"),
+        Verdict.UNHEALTHY,
+        "its health check found a fault: its task ended with exit code 1",
+    ),
+    "it says nothing": (unprobed(), contract("inconclusive", 3), Verdict.UNKNOWN, "its health check says nothing: no reason given"),
+    "it is of another version": (unprobed(), contract("fine", ""), Verdict.UNKNOWN, "its health check says nothing: no reason given"),
+    "it could not be run": (
+        unprobed(),
+        {"refused": "busy", "because": "GPUs are taken"},
+        Verdict.UNKNOWN,
+        f"{NOT_PROBED}; dcgmi diag was refused (busy): GPUs are taken",
+    ),
+    "it was not run": (unprobed(), None, Verdict.UNKNOWN, f"{NOT_PROBED}; dcgmi diag was not run"),
+    "GPUs are missing": (unprobed(ecs_gpus=7), contract("healthy"), Verdict.UNKNOWN, "ECS has registered 7 of 8 GPUs"),
+    "GPUs are not told": (unprobed(ecs_gpus=...), contract("healthy"), Verdict.UNKNOWN, "ECS has registered 0 of 8 GPUs"),
+    "its boot is not told": (
+        unprobed(boot_id=...),
+        contract("healthy"),
+        Verdict.UNKNOWN,
+        "boot id: the node's answer lacks it",
+    ),
+    "it is impaired by the word of ECS": (
+        unprobed(ecs_health="IMPAIRED"),
+        contract("healthy"),
+        Verdict.HEALTHY,
+        "its health check: nothing broken; ECS calls its container instance IMPAIRED",
+    ),
+    "it was probed as well": (
+        probe(),
+        contract("healthy"),
+        Verdict.HEALTHY,
+        "8 GPUs by NVML, disk, memory, its health check: nothing found",
+    ),
+    "the probe found what it did not": (probe(kernel={"lines": [XID_79]}), contract("healthy"), Verdict.UNHEALTHY, "Xid 79"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRACTS)
+def test_s1_5_a_health_check_by_exit_code_is_judged_when(case: str) -> None:
+    facts, answer, verdict, because = CONTRACTS[case]
+    health = read(facts, answer)
+    assert verdict is health.verdict
+    assert because in health.because
+    assert [finding.cause for finding in health.findings if finding.code == "health check"] in ([], [Cause.GPU_FATAL])
+
+
+def test_a_node_that_nothing_of_ours_runs_on_tells_who_has_it_and_its_uptime() -> None:
+    job = {"namespace": "default", "job": "llama", "submission": 1, "generation": 3}
+    health = read(unprobed(jobs=[job], reboots=journal((WALL, "for r1"))), None)
+    assert (health.busy, health.uptime, health.working, len(health.reboots)) == (("job llama generation 3",), 5.0, 8, 1)
