@@ -20,6 +20,9 @@ from recovery.observations import Observation, RankExited, RanksFenced, RanksVan
 DO_NOT_RESTART = 93
 """Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""
 
+BY_ITSELF = "EssentialContainerExited"
+"""Stop code of a task of ECS whose container ended by itself."""
+
 CLOCKS_AGREE = 0.5
 """Seconds. Hosts that keep time by NTP differ by milliseconds; below this, their clocks do not tell which of two nodes was first."""
 AHEAD, BEHIND = 2.0, 600.0
@@ -149,6 +152,10 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
         if isinstance(observation, RanksVanished):
             node = observation.node
             return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.because}", nodes=(node,), certainty=Certainty.CERTAIN)
+    for one in failed:
+        # Whoever runs the containers took one away, or could not start it: the others failed by that.
+        if one.ecs is not None and one.ecs.stop_code != BY_ITSELF and (reading := _read(one, known)).ending.role is Role.ROOT:
+            return _of_exit(reading, _more(len(failed) - 1 + more))
     for observation in inorder:
         if isinstance(observation, RanksFenced) and is_root(observation):
             return Diagnosis(

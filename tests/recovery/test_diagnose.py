@@ -10,7 +10,7 @@ from recovery.causes import Cause
 from recovery.diagnose import AHEAD, BEHIND, CLOCKS_AGREE, RIVALS, diagnose, is_root
 from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnreachable, RanksHung
 from recovery.model import Certainty
-from recovery.observations import Observation, RankExited, RanksFenced, RanksVanished
+from recovery.observations import EcsStop, Observation, RankExited, RanksFenced, RanksVanished
 from tests.recovery.builders import T0, at, error, exited, fault, running, step, xid
 
 WROTE = T0.timestamp() - 1.0
@@ -207,6 +207,41 @@ def test_s1_1_every_exit_is_named_with_its_code_or_signal() -> None:
     assert "was killed by SIGKILL" in diagnose(running(), fault(running(), KILLED)).because
     assert "exited with code 5" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese",)))).because
     assert "out of cheese" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese", " ")))).because
+
+
+ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due to memory usage"
+
+
+@pytest.mark.parametrize(
+    ("observations", "cause", "ranks", "because"),
+    [
+        pytest.param(
+            (exited(3, code=137, ecs=EcsStop(ENDED, OOM)),), Cause.OUT_OF_MEMORY, (3,), "OutOfMemoryError", id="137 that ECS explains"
+        ),
+        pytest.param((exited(3, code=139, ecs=EcsStop(ENDED, "")),), Cause.APPLICATION, (3,), "SIGSEGV", id="139 by itself"),
+        pytest.param((exited(3, ecs=EcsStop(ENDED, "")),), Cause.UNKNOWN, (3,), "without an exit code", id="no exit code is no success"),
+        pytest.param(
+            (exited(0, "n1", code=1, ecs=EcsStop(ENDED, "")), exited(3, code=143, seconds=2, ecs=EcsStop("SpotInterruption", ""))),
+            Cause.PREEMPTED,
+            (3,),
+            "SpotInterruption",
+            id="a rank that was taken away beats the one that failed by it, and was told of first",
+        ),
+        pytest.param(
+            (exited(0, "n1", code=1, ecs=EcsStop(ENDED, "")), exited(3, seconds=2, ecs=EcsStop("SomethingNew", ""))),
+            Cause.UNKNOWN,
+            (0,),
+            "exited with code 1",
+            id="a stop that nobody knows beats nothing",
+        ),
+    ],
+)
+def test_s1_1_what_ecs_says_of_a_ranks_end(
+    observations: tuple[Observation, ...], cause: Cause, ranks: tuple[int, ...], because: str
+) -> None:
+    diagnosis = diagnose(running(), FaultObserved(1, observations, 0, T0))
+    assert (diagnosis.cause, diagnosis.ranks) == (cause, ranks)
+    assert because in diagnosis.because
 
 
 def test_a_reboot_beats_what_ranks_say() -> None:
