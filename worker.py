@@ -11,12 +11,15 @@ if __name__ == "__main__":
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
@@ -28,9 +31,10 @@ from activities.logs import LogActivities
 from activities.node import NodeActivities
 from activities.people import PeopleActivities
 from activities.records import RecordActivities
+from activities.task_events import TaskEvents
 from activities.watch import WatchActivities
 from backends.artifact import build_agent
-from backends.base import Backend
+from backends.base import Backend, EventQueue
 from backends.local import LocalBackend
 from connection import connect, ensure_namespace
 from console.files import read_fleet
@@ -134,7 +138,15 @@ def make_fleets(settings: Settings) -> WorkerFleets:
                 return SshBackend(spec, agent, settings.answer_within)
             except ValueError as error:
                 raise Mistake(f"fleet file {path}: {error}") from None
-        raise Mistake(f"fleet file {path}: backend {spec.backend!r} is not supported yet, expected local or ssh")
+        if spec.backend == "ecs":
+            from backends.ecs.backend import EcsBackend
+            from backends.ecs.options import options
+
+            try:
+                return EcsBackend(spec, options(spec, os.environ))
+            except ValueError as error:
+                raise Mistake(f"fleet file {path}: {error}") from None
+        raise Mistake(f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs")
 
     for path in settings.fleets:
         signature = _signature(path)
@@ -201,12 +213,41 @@ async def serve(settings: Settings) -> None:
     fleets = make_fleets(settings)
     client = await connect(settings.state)
     await ensure_namespace(client)
+    beside = [asyncio.create_task(one) for one in _beside(client, fleets)]
     try:
         async with make_worker(client, settings, fleets):
             logging.getLogger("relaunch").info("worker serves task queue %s, fleets %s", settings.task_queue, ", ".join(fleets.specs))
-            await stop.wait()
+            await asyncio.wait({asyncio.create_task(stop.wait()), *beside}, return_when=asyncio.FIRST_COMPLETED)
+        for one in beside:
+            if one.done():
+                one.result()  # raises what nobody expected of it
     finally:
+        for one in beside:
+            one.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         await fleets.close()
+
+
+def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any, None]]:
+    """What goes on beside the worker for fleets of ECS: hearing events, and keeping the tables of old dashboards."""
+    names = [name for name, spec in fleets.specs.items() if spec.backend == "ecs"]
+    if not names:
+        return
+    from activities.mirror import MirrorLoop
+    from backends.ecs.backend import EcsBackend
+
+    backends = {name: backend for name in names if isinstance(backend := fleets.backends[name], EcsBackend)}
+    for name in backends:
+        yield TaskEvents(client, partial(_events, fleets, name)).run()
+    if mirrors := {name: mirror for name, backend in backends.items() if (mirror := backend.mirror()) is not None}:
+        yield MirrorLoop(client, mirrors).run()
+
+
+def _events(fleets: WorkerFleets, name: str) -> EventQueue | None:
+    from backends.ecs.backend import EcsBackend
+
+    backend = fleets.backends[name]
+    return backend.events() if isinstance(backend, EcsBackend) else None
 
 
 def main() -> int:

@@ -8,8 +8,9 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from backends import local, local_power
@@ -24,6 +25,8 @@ Lines = list[dict[str, object]]
 
 class Places(Protocol):
     backend: str
+    environment: Mapping[str, str]
+    """What the worker needs to reach them, beside its own."""
     within: tuple[str, ...]
     """What the worker is started by, to be where the nodes can be reached from."""
     elsewhere: tuple[str, ...]
@@ -60,6 +63,7 @@ class Places(Protocol):
 
 class LocalPlaces:
     backend = "local"
+    environment: Mapping[str, str] = MappingProxyType({})
     within = elsewhere = ()
 
     def __init__(self, folder: Path, addresses: dict[str, str]) -> None:
@@ -105,6 +109,7 @@ class SshPlaces:
     """
 
     backend = "ssh"
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, folder: Path, addresses: dict[str, str], apart: bool = False, delay: float = 0.0) -> None:
         """`apart`: with a control network and one for training. Skips the test where no such can be made.

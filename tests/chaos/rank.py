@@ -129,6 +129,7 @@ def train(folder: Path, target: int, step_time: float) -> None:
     checkpoint = folder / "checkpoint"
     step = together(int(checkpoint.read_text()) if RANK == 0 and checkpoint.exists() else 0)
     wish = folder / f"fail.{RANK}"
+    progress = os.environ.get("RELAUNCH_PROGRESS_FILE")  # a container without the agent has none
     while True:
         end = RANK == 0 and ((folder / "stop").exists() or step >= target)
         if together(int(end)):
@@ -141,7 +142,8 @@ def train(folder: Path, target: int, step_time: float) -> None:
         step += 1
         if RANK == 0:
             replace(checkpoint, str(step))
-        replace(Path(os.environ["RELAUNCH_PROGRESS_FILE"]), json.dumps({"step": step, "loss": 1 / step}))
+        if progress is not None:
+            replace(Path(progress), json.dumps({"step": step, "loss": 1 / step}))
 
 
 def main() -> int:
@@ -170,7 +172,8 @@ def main() -> int:
                 "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
             }
         }
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(written))
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(written))
         sys.stderr.write(text)
         return 1
     os.close(held)

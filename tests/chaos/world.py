@@ -261,6 +261,8 @@ class World:
     backend: str = "local"
     apart: bool = False
     """Whether nodes of the backend `ssh` have networks of their own."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the backend `ecs`: more of the fleet file's `ecs`."""
     delay: float = 0.0
     """Seconds by which each byte between the controller and nodes of the backend `ssh` is late."""
     places: Places = field(init=False)
@@ -276,9 +278,7 @@ class World:
         state, fleet = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
         addresses = {name: self.address(name) for name in self.names}
-        self.places = (
-            SshPlaces(self.folder, addresses, self.apart, self.delay) if self.backend == "ssh" else LocalPlaces(self.folder, addresses)
-        )
+        self.places = self._places(addresses)
         named, more = self.places.described()
         told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
         lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
@@ -297,6 +297,7 @@ class World:
             "RELAUNCH_STATE": str(state),
             "RELAUNCH_FLEETS": str(fleet),
             "RELAUNCH_ANSWER_WITHIN": str(self.answer_within),
+            **self.places.environment,
         }
         ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
         options = [word for pair in SERVER_OPTIONS for word in pair]
@@ -329,6 +330,16 @@ class World:
             await self.__aexit__()
             raise
         return self
+
+    def _places(self, addresses: dict[str, str]) -> Places:
+        if self.backend == "ssh":
+            return SshPlaces(self.folder, addresses, self.apart, self.delay)
+        if self.backend == "ecs":
+            # Here and not above: other worlds need not wait for the import of moto.
+            from tests.chaos.ecs_places import EcsPlaces
+
+            return EcsPlaces(self.folder, addresses, self.gpus, **self.options)
+        return LocalPlaces(self.folder, addresses)
 
     async def worker_elsewhere(self) -> Process:
         """Start another worker, on another machine: nothing that the first one has written is there."""

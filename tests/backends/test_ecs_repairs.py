@@ -1,0 +1,394 @@
+"""Rebooting and power-cycling container instances: done once, proven, and finished by whoever looks next."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from backends.base import Refused, Unreachable
+from backends.ecs.aws import Aws, AwsError, Kind
+from backends.ecs.reboots import KEPT, LONGEST, Entry, Journal, Phase, Way, read, written
+from backends.ecs.tasks import started_by
+from recovery.catalog import catalog
+from recovery.evidence import Verdict
+from recovery.model import Token
+from recovery.policy import Strategy
+from recovery.repair import begin, learn, next_step
+from recovery.repair_state import Diagnosed, Fact, Finish, NoAnswer, OrderDone, OrderRefused, Probed, RepairRules, Slept
+from tests.backends.ecs_site import CHECKED, REPAIR, Calls, Make, Site, aws, beside, eventually, make, nothing_told, real
+from tests.doubles.aws import LOST, THROTTLE, error
+from tests.recovery.nodes import PASS
+
+__all__ = ["aws", "make", "nothing_told", "real"]
+
+
+class Killed(Exception):
+    """The worker is gone."""
+
+
+ACTS = ("CreateTags", "DeleteTags", "UpdateContainerInstancesState", "RebootInstances", "StopInstances", "StartInstances")
+
+
+class Dying(Calls):
+    """Before its next call that changes anything, after so many of them: where it dies between two looks makes no difference."""
+
+    def __init__(self, real: Aws, at: int | None = None) -> None:
+        super().__init__(real)
+        self.at, self.acted = at, 0
+
+    async def call(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
+        if operation in ACTS:
+            if self.acted == self.at:
+                raise Killed
+            self.acted += 1
+        return await super().call(service, operation, **request)
+
+
+# --- reboots: S1.6
+
+
+async def test_s1_6_a_reboot_is_proven_by_another_boot_id_and_only_when_its_agent_is_back(make: Make) -> None:
+    """The reference took an instance event with status ACTIVE for the node's return, 0.6 s after the order, and launched there."""
+    make()  # ECS says something else where it has no ACTIVE instance at all
+    site = make(dcgmi=PASS)
+    before = await site.probe()
+    site.instance.machine.connects = False  # as long as the test wants
+    answer = await site.repairs.reboot("n1", site.ec2_id, REPAIR, before["boot_id"], "Xid 79", site.probe)
+    assert answer == {"outcome": "done", "boot_id": before["boot_id"]}
+    with pytest.raises(Unreachable, match=r"has not gone down|has not come back"):
+        await beside(site).settled(0.0)
+    await _booted(site)
+    placed = await site.run("somebody")
+    assert not placed.startswith("arn:") and site.status == "DRAINING", "its agent is back, and nobody has looked at the node yet"
+    after = await beside(site).probe()
+    assert after["boot_id"] != before["boot_id"] and site.status == "ACTIVE"
+    [entry] = after["reboots"]
+    assert (entry["id"], entry["boot_id"]) == (REPAIR, before["boot_id"])
+    assert site.health(after, None).reboots[0].id == REPAIR
+    again = await site.reboot(before["boot_id"], id="repair/other")
+    assert isinstance(again, Refused) and (again.why, again.boot_id) == ("boot_changed", site.instance.boot_id)
+    assert site.asked("RebootInstances") == 1
+
+
+async def _booted(site: Site) -> None:
+    """It has, and somebody has seen that its agent was away."""
+    await eventually(lambda: site.instance.boots == 2)
+    with pytest.raises(Unreachable, match="has not come back"):
+        await beside(site).settled(0.0)
+    site.instance.connect()
+
+
+async def test_the_same_order_twice_is_one_reboot(make: Make) -> None:
+    site = make()
+    site.instance.machine.connects = False
+    boot = site.instance.boot_id
+    assert await site.reboot() == {"outcome": "done", "boot_id": boot}
+    assert await beside(site).reboot(boot) == {"outcome": "done", "boot_id": boot, "already": True}
+    other = await site.reboot(boot, id="repair/other")
+    assert isinstance(other, Refused) and other.why == "held"
+    await _booted(site)
+    await site.settled()
+    assert (await site.reboot(boot))["already"] is True  # type: ignore[index]
+    assert (site.asked("RebootInstances"), site.instance.boots) == (1, 2)
+
+
+async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
+    site = make()
+    site.double.script("train", after=None)
+
+    async def facts(**more: Any) -> Any:
+        return await site.repairs.reboot("n1", site.ec2_id, REPAIR, "b", "Xid", lambda: _told({"boot_id": "b", **more}))
+
+    for refused in (
+        await facts(jobs=[{"job": "llama", "generation": 3}]),
+        await facts(held={"by": "diagnose", "id": "r9"}),
+        await facts(gpus={"gpus": [{"bus_id": "0", "processes": [{"pid": 42}]}]}),
+    ):
+        assert isinstance(refused, Refused) and refused.why == "busy"
+    await site.run("ecs-svc/1")
+    await site.run(started_by(Token("default", "j", 1, 2)))
+    late = await facts()  # it was placed after the probe
+    assert isinstance(late, Refused) and late.because == "job j generation 2 runs on this node"
+    assert (site.status, site.asked("RebootInstances")) == ("ACTIVE", 0)
+    assert (await Journal.of(site.aws, site.ec2_id)).entries == ()
+
+
+async def _told(facts: dict[str, Any]) -> Mapping[str, Any]:
+    return {"outcome": "done", **facts}
+
+
+async def test_an_instance_that_ec2_gives_up_is_not_rebooted_but_moved(make: Make) -> None:
+    impaired, retired, unproven = make(), make(), make(CHECKED)
+    impaired.instance.status(system="impaired")
+    retired.instance.status(event="instance-retirement")
+    for site in (impaired, retired, unproven):
+        refused = await site.reboot()
+        assert isinstance(refused, Refused) and refused.why == "cannot_reboot", "recovery cycles its power then"
+        assert site.asked("RebootInstances") == 0
+
+
+async def test_a_refused_order_is_taken_back_and_one_without_an_answer_is_not(make: Make) -> None:
+    denied, throttled, lost = make(), make(), make()
+    site = denied
+    site.double.faults.add("RebootInstances", error("UnauthorizedOperation", "no", 403))
+    refused = await denied.reboot()
+    assert isinstance(refused, Refused) and (refused.why, denied.status) == ("cannot_reboot", "ACTIVE")
+    site.double.faults.add("RebootInstances", THROTTLE)
+    with pytest.raises(Unreachable, match="RequestLimitExceeded"):
+        await throttled.reboot()
+    assert throttled.status == "ACTIVE" and (await Journal.of(throttled.aws, throttled.ec2_id)).entries == ()
+    before = lost.instance.boot_id
+    site.double.faults.add("RebootInstances", LOST)
+    with pytest.raises(Unreachable, match="not answered"):
+        await lost.reboot()
+    await eventually(lambda: lost.instance.boots == 2 and lost.instance.machine.registered.agent_connected)
+    lost.clock.ahead = 400
+    journal = await lost.settled()
+    assert [one["boot_id"] for one in journal.told(lost.instance.boot_id, None)] == [before]
+    assert (lost.asked("RebootInstances"), lost.status) == (1, "ACTIVE")
+
+
+async def test_a_node_that_never_returns_stays_unknown_until_its_power_is_cycled(make: Make) -> None:
+    site = make()
+    site.instance.never_returns()
+    await site.reboot()
+    await eventually(lambda: not site.instance.machine.registered.agent_connected)
+    site.clock.ahead = 1500
+    with pytest.raises(Unreachable, match=r"told to reboot 150\d s ago, and its ECS agent has not come back"):
+        await site.settled(0.2)
+    site.instance.never_returns(True)
+    answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
+    assert (answer["exit_code"], "instance store" in answer["output"]) == (0, True)
+    journal = await beside(site).settled()
+    assert {entry.way for entry in journal.entries if entry.over} == {Way.REBOOT, Way.POWER}
+    assert (site.status, site.instance.machine.power) == ("ACTIVE", "running")
+
+
+@pytest.mark.parametrize("of", ["reboot", pytest.param("power", marks=pytest.mark.long)])
+async def test_s1_6_a_worker_killed_between_any_two_calls_leaves_one_reboot(make: Make, of: str) -> None:
+    """Whatever of it was done, whoever looks next finishes it, or nothing of it is left and it is ordered again."""
+    whole = make()
+    alive = beside(whole, Dying(whole.aws.real))
+    await _ordered(alive, of)
+    assert alive.aws.acted == {"reboot": 4, "power": 5}[of]
+
+    async def killed_after(acts: int) -> None:
+        site = make()
+        before = site.instance.boot_id
+        with pytest.raises(Killed):
+            await _ordered(beside(site, Dying(site.aws.real, acts)), of)
+        await _recovered(beside(site), before, of)
+        assert (site.instance.boots, site.status) == (2, "ACTIVE"), f"killed after {acts} of {alive.aws.acted}"
+        assert site.asked("RebootInstances") == (1 if of == "reboot" else 0)
+
+    await asyncio.gather(*(killed_after(acts) for acts in range(alive.aws.acted)))
+
+
+async def _ordered(site: Site, of: str) -> None:
+    await (site.reboot() if of == "reboot" else site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))
+
+
+async def _recovered(site: Site, before: str, of: str) -> None:
+    """As a repair goes on: it looks, and orders again what never arrived. A minute passes with each look that says nothing."""
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        try:
+            journal = await site.settled(0.3)
+        except Unreachable:
+            site.clock.ahead += 60
+            continue
+        if site.instance.boot_id != before:
+            return
+        launched = (await site.cluster.machine(site.ec2_id)).launched_at
+        if not journal.told(before, launched):
+            await _ordered(site, of)
+    raise AssertionError("it was never rebooted")
+
+
+# --- power
+
+
+@pytest.mark.long
+async def test_s1_6_without_a_node_task_a_stop_and_start_is_proven_by_its_launch_time(make: Make) -> None:
+    site = make(CHECKED)
+    before = await site.probe()
+    launched = float(before["boot_id"].rpartition(":")[2])
+    await eventually(lambda: time.time() - launched > 1.05)  # launch times are told in seconds
+    answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
+    assert (answer["program"], answer["exit_code"]) == ("EC2 stop and start", 0)
+    after = await site.probe()
+    assert after["boot_id"] != before["boot_id"] and after["stamp"] < before["stamp"] + 60
+    assert [one["id"] for one in after["reboots"]] == [REPAIR]
+    assert (await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))["exit_code"] == 0
+    assert (site.asked("StopInstances"), site.asked("StartInstances")) == (1, 1)
+
+
+@pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.long)])
+async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_the_node_once(make: Make, after: int) -> None:
+    site = make(CHECKED)
+    site.double.script("check", exit_code=after)
+    rules = RepairRules("act", 1, 8, timedelta(minutes=3), timedelta(0), power=True)
+    now = datetime.now(UTC)
+    state = begin(
+        id=REPAIR, fleet="f", node="n1", strategy=Strategy.REBOOT_NODE, gpus=(), because="its check", by="j", rules=rules, now=now
+    )
+    while not isinstance(step := next_step(state, now), Finish):
+        now += timedelta(seconds=5)
+        state = learn(state, await _carried_out(site, step), catalog(), now)
+    assert (step.outcome, step.verdict) == (("done", Verdict.HEALTHY) if after == 0 else ("refused", Verdict.UNHEALTHY)), step.because
+    assert "power-cycled" in step.because
+    assert (site.asked("StopInstances"), site.asked("RebootInstances"), site.instance.boots) == (1, 0, 2)
+
+
+async def _carried_out(site: Site, step: Any) -> Fact:
+    """As the activities of a repair do it."""
+    try:
+        match step.kind:
+            case "Probe":
+                return Probed(dict(await site.probe()))
+            case "Diagnose":
+                found = await site.diagnose()
+                return OrderRefused(found.why, found.because) if isinstance(found, Refused) else Diagnosed(dict(found))
+            case "Reboot":
+                answer = await site.reboot(step.boot_id)
+                return OrderRefused(answer.why, answer.because) if isinstance(answer, Refused) else OrderDone(dict(answer))
+            case "PowerCycle":
+                launched = float((await site.probe())["boot_id"].rpartition(":")[2])
+                await eventually(lambda: time.time() - launched > 1.05)  # launch times are told in seconds
+                return OrderDone(dict(await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)))
+            case _:
+                return Slept()
+    except Unreachable as error:
+        return NoAnswer(error.because)
+
+
+async def test_no_capacity_is_said_and_every_later_look_tries_again(make: Make) -> None:
+    site = make()
+    fault = site.double.faults.add("StartInstances", error("InsufficientInstanceCapacity", "We have none."), times=None)
+    answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.8)
+    assert answer["exit_code"] == 75 and answer["output"].startswith("it is stopped, and EC2 cannot start it: ")
+    with pytest.raises(Unreachable, match="InsufficientInstanceCapacity"):
+        await beside(site).settled(0.1)
+    site.double.faults.remove(fault)
+    await beside(site).settled()
+    assert (site.instance.machine.power, site.instance.boots) == ("running", 2)
+
+
+async def test_what_takes_longer_than_its_order_is_ambiguous_and_goes_on_with_the_next_look(make: Make) -> None:
+    site = make()
+    with pytest.raises(Unreachable, match="its power is being cycled"):
+        await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.0)
+    assert (await beside(site).settled()).entries[0].over
+    assert site.asked("StopInstances") == 1
+
+
+async def test_one_that_cannot_be_stopped_is_left_as_it_is(make: Make) -> None:
+    site = make()
+    site.double.faults.add("StopInstances", error("OperationNotPermitted", "The instance is protected."))
+    answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 5.0)
+    assert answer["exit_code"] == 1 and answer["output"].endswith("OperationNotPermitted: The instance is protected.")
+    assert (await site.settled(0.1)).told("", None) == [] or site.instance.boots == 1
+    site.double.faults.add("CreateTags", error("UnauthorizedOperation", "no", 403))
+    assert (await site.repairs.cycle_power("n1", site.ec2_id, "repair/2", 5.0))["exit_code"] == 1
+    assert site.instance.boots == 1
+
+
+class Group(Calls):
+    """An Auto Scaling group that has the instance, and takes a look to do what it is told."""
+
+    def __init__(self, real: Aws) -> None:
+        super().__init__(real)
+        self.state = "InService"
+        self.orders: list[tuple[str, str]] = []
+
+    async def call(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
+        if operation == "StopInstances":
+            self.orders.append((operation, self.state))
+        if service != "autoscaling":
+            return await super().call(service, operation, **request)
+        if operation != "DescribeAutoScalingInstances":
+            self.orders.append((operation, self.state))
+            self.state = "EnteringStandby" if operation == "EnterStandby" else "InService"
+            return {}
+        now = self.state
+        self.state = "Standby" if now == "EnteringStandby" else now
+        return {"AutoScalingInstances": [{"AutoScalingGroupName": "gpus", "LifecycleState": now}]}
+
+
+async def test_an_auto_scaling_group_is_told_to_leave_it_alone_meanwhile(make: Make) -> None:
+    site = make()
+    aws = Group(site.aws.real)
+    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))["exit_code"] == 0
+    assert aws.orders == [("EnterStandby", "InService"), ("StopInstances", "Standby"), ("ExitStandby", "Standby")]
+    aws.state, aws.orders = "Standby", []  # a person put it there, and it stays
+    assert (await beside(site, aws).repairs.cycle_power("n1", site.ec2_id, "repair/2", 20.0))["exit_code"] == 0
+    assert aws.orders == [("StopInstances", "Standby")]
+
+
+async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
+    site = make()
+    site.instance.machine.node.delays.power_off = 30.0
+    try:
+        with pytest.raises(Unreachable, match=r"told to stop|has been stopping"):
+            await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 0.5)
+    finally:
+        site.instance.machine.node.delays.power_off = 0.05
+    site.clock.ahead = 130
+    with pytest.raises(Unreachable, match="told to stop it by force"):
+        await site.settled(0.0)
+    stops = [
+        one.request.get("Force") for one in site.double.requests if one.operation == "StopInstances" and site.ec2_id in one.request.values()
+    ]
+    assert stops == [None, "true"]
+
+
+# --- the rest
+
+
+async def test_a_quarantined_instance_says_so_to_every_launch(make: Make) -> None:
+    site = make()
+    await site.repairs.mark(site.ec2_id, True)
+    assert (await site.cluster.instance(site.ec2_id)).attributes["relaunch.quarantine"] == "true"
+    await site.repairs.mark(site.ec2_id, False)
+    assert "relaunch.quarantine" not in (await site.cluster.instance(site.ec2_id)).attributes
+    assert site.repairs.reset_gpus("n1").why == "cannot_reset"
+
+
+def test_an_entry_is_what_was_written() -> None:
+    entry = Entry(Way.REBOOT, "repair/a b/n1", 1_800_000_000.0, "2f1c+x", Phase.DOWN, sent=True, forced=True)
+    assert read(entry.key, written(entry)) == entry
+    long = Entry(Way.POWER, "r" * 300, 1.0, "", Phase.INTENT, standby=True)
+    kept = read(long.key, written(long))
+    assert kept is not None and len(written(long)) == LONGEST and written(kept) == written(long)
+    for key, value in (("Name", "x"), ("relaunch:reboot:1", "sent"), ("relaunch:reboot:1", "sent now b r"), ("relaunch:x:1", "sent 1 b r")):
+        assert read(key, value) is None
+
+
+@pytest.mark.long
+async def test_the_journal_keeps_the_newest_entries(make: Make) -> None:
+    site = make()
+    journal = await Journal.of(site.aws, site.ec2_id)
+    for number in range(KEPT + 2):
+        await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE))
+        await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b"))
+        await journal.write(Entry(Way.REBOOT, f"r{number}", float(number), "b", Phase.DONE, sent=True))
+    kept = await Journal.of(site.aws, site.ec2_id)
+    assert [one.id for one in kept.entries] == [f"r{number}" for number in range(2, KEPT + 2)]
+    assert kept.entries == journal.entries
+
+
+async def test_an_aws_that_fails_is_no_news_about_a_node(make: Make) -> None:
+    class Failing(Calls):
+        async def call(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
+            raise AwsError(f"{service} {operation}: Rate exceeded", "ThrottlingException", Kind.THROTTLED)
+
+    site = make(aws_=Failing(Aws("us-east-1")))
+    asked = (site.probe, site.diagnose, site.reboot, site.settled, lambda: site.repairs.cycle_power("n1", site.ec2_id, "r", 1.0))
+    for ask in asked:
+        with pytest.raises(Unreachable, match="Rate exceeded"):
+            await ask()

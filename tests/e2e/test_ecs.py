@@ -1,0 +1,187 @@
+"""Jobs on ECS for real but for AWS, which tests/doubles/aws plays: a real server, worker.py as a process, containers as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from recovery.policy import resolve
+from tests.chaos.ecs_places import TRAINER, EcsPlaces
+from tests.chaos.world import TIMES, Job, World, eventually
+from tests.doubles.aws import LOST, RESET
+from tests.doubles.aws.faults import Kind
+from tests.doubles.install import build_nvml, install_nvml, install_tool
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+SAMPLES = Path(__file__).parents[1] / "recovery" / "samples" / "dcgm" / "synthetic"
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    async with World(tmp_path_factory.mktemp("ecs") / "world", 119, nodes=2, spares=1, gpus=1, backend="ecs") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_nvml(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def aws(world: World) -> EcsPlaces:
+    assert isinstance(world.places, EcsPlaces)
+    return world.places
+
+
+def policy(**changes: Any) -> Any:
+    return resolve({**changes, "timeouts": TIMES})
+
+
+async def ended(job: Job, phase: str) -> None:
+    await job.until_phase(phase)
+
+
+def ran(aws: EcsPlaces, job: Job) -> list[str]:
+    """Of every task of a job, its last status."""
+    return [task["lastStatus"] for task in aws.aws.tasks(TRAINER) if f"/{job.name}/" in task["startedBy"]]
+
+
+async def test_S1_2_a_rank_that_fails_has_the_others_stopped_and_all_of_them_launched_again(world: World, aws: EcsPlaces) -> None:
+    job = await world.submit()
+    await job.until_steps()
+    (job.folder / "fail.1").write_text("CUDA error: an illegal memory access was encountered")
+    await job.until_phase("RUNNING", generation=2)
+    await job.until_steps()
+    assert len(ran(aws, job)) == 4 and ran(aws, job).count("RUNNING") == 2
+    assert job.lines("violations") == []
+    job.let_end()
+    await ended(job, "SUCCEEDED")
+    await world.tidy(job)
+
+
+def examined_by(aws: EcsPlaces, name: str, nvml: Path, sample: str, exit_code: int = 0) -> None:
+    """Have dcgmi on a node say so, from now on."""
+    install_nvml(aws.state(name) / "lib", nvml, "driver 570\ngpus 1\n")
+    install_tool(aws.state(name) / "bin", "dcgmi", stdout=(SAMPLES / sample).read_text(), exit_code=exit_code)
+
+
+async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_the_end(world: World, aws: EcsPlaces, nvml: Path) -> None:
+    for name in world.names:
+        examined_by(aws, name, nvml, "v4_r1_pass_8gpu.json")
+    examined_by(aws, "n2", nvml, "v4_r2_gpu6_faulty_memory_isolate.json", 226)
+    boots = {name: aws.instances[name].boots for name in world.names}
+    aws.aws.delays.boot = 8.0  # seconds: a look every five has to find it away
+    job = await world.submit(gpus_per_node=1, policy=policy(extends="ecs-reboot-once", dcgm_level=1))
+    await job.until_phase("RUNNING", generation=1)
+    await job.until_steps()
+    (job.folder / "fail.1").write_text("CUDA error: uncorrectable ECC error")
+    await job.until_phase("EXAMINING", "REPAIRING")
+
+    async def rebooted() -> bool:
+        return aws.instances["n2"].boots > boots["n2"]
+
+    await eventually(rebooted, "n2 is not rebooted", 120)
+    examined_by(aws, "n2", nvml, "v4_r1_pass_8gpu.json")
+    await job.until_phase("RUNNING", generation=2, patience=120)
+    await job.until_steps()
+    assert {name: aws.instances[name].boots - boots[name] for name in world.names} == {"n1": 0, "n2": 1, "n3": 0}
+    assert [start["node"] for start in job.starts()] == ["n1", "n2"] * 2 or len(job.starts()) == 4
+    assert job.lines("violations") == []
+    job.let_end()
+    await ended(job, "SUCCEEDED")
+
+    async def mirrored() -> bool:
+        row = aws.rows("ecs_job").get(job.name, {})
+        return row.get("job_status") == "COMPLETE" and str(row.get("retry")) == "1"
+
+    await eventually(mirrored, "the table of jobs does not say that it is complete", 30)
+    assert aws.notices() == []
+    await world.tidy(job)
+
+
+async def test_S1_5_S1_7_a_fault_on_healthy_nodes_fails_the_job_and_somebody_is_told(world: World, aws: EcsPlaces, nvml: Path) -> None:
+    for name in world.names:
+        examined_by(aws, name, nvml, "v4_r1_pass_8gpu.json")
+    job = await world.submit(gpus_per_node=1, policy=policy(extends="ecs-reboot-once", dcgm_level=1))
+    await job.until_phase("RUNNING", generation=1)
+    await job.until_steps()
+    (job.folder / "fail.1").write_text("KeyError: 'lr'")
+    await ended(job, "FAILED")
+
+    async def told() -> bool:
+        return any(job.name in notice["Subject"] for notice in aws.notices())
+
+    await eventually(told, "nobody is told", 20)
+    await world.tidy(job)
+
+
+class KillsAt:
+    """Kills the worker as its n-th call to ECS is applied, or before."""
+
+    def __init__(self, world: World, at: int) -> None:
+        self._world, self._at = world, at
+        self.calls = 0
+        self.killed_at = ""
+
+    def __call__(self, request: Any) -> bool:
+        self.calls += 1
+        if self.calls != self._at:
+            return False
+        os.kill(self._world.worker.pid, signal.SIGKILL)
+        self.killed_at = str(sorted(request))
+        return True
+
+
+async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> bool:
+    """Fail a rank, and kill the worker at its `at`-th call to ECS after that. False: it made fewer until ranks ran again."""
+    job = await world.submit()
+    await job.until_steps()
+    kills = KillsAt(world, at)
+    fault = aws.aws.faults.add("ecs.*", kind, when=kills)
+    try:
+        (job.folder / "fail.1").write_text("boom")
+
+        async def over() -> bool:
+            return bool(kills.killed_at) or await job.phase() == ("RUNNING", 2)
+
+        await eventually(over, "neither killed nor launched again")
+    finally:
+        aws.aws.faults.remove(fault)
+    if kills.killed_at:
+        await world.worker.end()
+        await world.worker.start()
+    await job.until_phase("RUNNING", generation=2)
+    await job.until_steps()
+    # Whatever was launched has been told by now: a task that nobody knows of would have been there for as long.
+    running = [task for task in aws.aws.tasks(TRAINER) if f"/{job.name}/" in task["startedBy"] and task["lastStatus"] != "STOPPED"]
+    state = await job.state()
+    assert len({task["containerInstanceArn"] for task in running}) == len(running) == 2, f"killed at call {at} ({kind.name})"
+    assert {task["startedBy"].rpartition("/")[2] for task in running} == {str(state.generation)}
+    assert job.lines("violations") == [] and state.restarts_spent <= 1
+    job.let_end()
+    await ended(job, "SUCCEEDED")
+    await world.tidy(job)
+    return bool(kills.killed_at)
+
+
+@pytest.mark.parametrize(("at", "kind"), [(3, LOST), (6, RESET)])
+async def test_S1_2_a_worker_that_is_killed_between_two_calls_leaves_no_task_double_and_none_behind(
+    world: World, aws: EcsPlaces, at: int, kind: Kind
+) -> None:
+    assert await recover_from(world, aws, at, kind)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", [LOST, RESET], ids=["applied", "not applied"])
+async def test_S1_2_a_worker_may_be_killed_at_any_call_of_a_recovery(world: World, aws: EcsPlaces, kind: Kind) -> None:
+    calls = 1
+    while await recover_from(world, aws, calls, kind):
+        calls += 1
+    assert calls > 10, "a recovery takes more calls than that"
