@@ -229,7 +229,7 @@ async def serve(settings: Settings) -> None:
 
 
 def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any, None]]:
-    """What goes on beside the worker for fleets of ECS: hearing events, and keeping the tables of old dashboards."""
+    """What goes on beside the worker for fleets of ECS: hearing events, writing quarantines and the tables of old dashboards."""
     names = [name for name, spec in fleets.specs.items() if spec.backend == "ecs"]
     if not names:
         return
@@ -239,8 +239,7 @@ def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any
     backends = {name: backend for name in names if isinstance(backend := fleets.backends[name], EcsBackend)}
     for name in backends:
         yield TaskEvents(client, partial(_events, fleets, name)).run()
-    if mirrors := {name: mirror for name, backend in backends.items() if (mirror := backend.mirror()) is not None}:
-        yield MirrorLoop(client, mirrors).run()
+    yield MirrorLoop(client, {name: backend.marks() for name, backend in backends.items()}).run()
 
 
 def _events(fleets: WorkerFleets, name: str) -> EventQueue | None:

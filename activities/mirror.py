@@ -54,6 +54,9 @@ log = logging.getLogger("relaunch.mirror")
 class FleetMirror(Protocol):
     """The copy of one fleet. `seq` is the age of what it is shown: higher is newer, whoever shows it."""
 
+    wants_jobs: bool
+    """Whether it is shown jobs too, and not only nodes."""
+
     async def job(self, state: JobState, seq: int, terminated: bool) -> bool:
         """Return False where it is to be shown again although nothing has happened since.
 
@@ -113,13 +116,15 @@ class MirrorLoop:
         self._shown[id] = now
 
     async def _jobs(self) -> None:
+        if not any(mirror.wants_jobs for mirror in self._mirrors.values()):
+            return
         changed, listed = [], set()
         for run in _newest([run async for run in self._client.list_workflows(_query(datetime.now(UTC)))]):
             memo = await run.memo()
             fleet = str(memo.get("fleet", ""))  # until its first workflow task a job does not say
             now = (run.run_id, run.status, run.history_length, tuple(sorted((name, str(value)) for name, value in memo.items())))
             listed.add(run.id)
-            if fleet in self._mirrors and self._shown.get(run.id) != now:
+            if fleet in self._mirrors and self._mirrors[fleet].wants_jobs and self._shown.get(run.id) != now:
                 changed.append((run, self._mirrors[fleet], now))
         for id in [id for id in self._shown if id not in listed and not id.startswith(FLEET_ID_PREFIX)]:
             del self._shown[id]

@@ -28,6 +28,7 @@ from backends.ecs.cluster import Cluster, UnknownInstance
 from backends.ecs.events import SqsEvents
 from backends.ecs.fence import Fence, key
 from backends.ecs.launch import Launcher
+from backends.ecs.marks import Marks
 from backends.ecs.mirror import FleetMirror, Mirror
 from backends.ecs.node_tasks import NodeTasks
 from backends.ecs.occupants import occupants
@@ -67,10 +68,10 @@ class EcsBackend:
         self.options = options
         self._topic = Topic(self.aws, options.topic) if options.topic else None
         self._events = SqsEvents(self.aws, options.queue, spec.name, self.cluster.hint) if options.queue else None
-        self._mirror: FleetMirror | None = None
+        tables: FleetMirror | None = None
         if any(options.tables.model_dump().values()):
-            tables = Mirror(self.aws, options.tables)
-            self._mirror = FleetMirror(spec.name, options.cluster, tables, self.cluster, self.node)
+            tables = FleetMirror(spec.name, options.cluster, Mirror(self.aws, options.tables), self.cluster, self.node)
+        self._marks = Marks(spec.name, self.cluster, self.node, tables)
 
     def node(self, name: str) -> FleetNode:
         node = self._nodes[name]
@@ -184,9 +185,9 @@ class EcsBackend:
         """The queue of the cluster's events, where there is one."""
         return self._events
 
-    def mirror(self) -> FleetMirror | None:
-        """What keeps the tables of old dashboards, where some are named."""
-        return self._mirror
+    def marks(self) -> Marks:
+        """What follows the fleet: its quarantines as attributes, and the tables of old dashboards, where some are named."""
+        return self._marks
 
     async def close(self) -> None:
         await self.cluster.close()

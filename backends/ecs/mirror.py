@@ -129,6 +129,8 @@ class Mirror:
 class FleetMirror:
     """What a fleet and its jobs know of themselves, as rows. It remembers which tasks it has not seen end."""
 
+    wants_jobs = True
+
     def __init__(self, fleet: str, cluster: str, mirror: Mirror, places: Places, node: Callable[[str], FleetNode]) -> None:
         """Prepare to write.
 

@@ -1,4 +1,4 @@
-"""The orders that act on a container instance: reboot it, stop and start it, keep launches off it; and what of them is unfinished.
+"""The orders that act on a container instance: reboot it, stop and start it; and what of them is unfinished.
 
 RebootInstances has no idempotency: whatever is ordered is written to the instance's tags before, so that no worker orders it twice.
 """
@@ -17,7 +17,7 @@ from backends.ecs.cluster import Cluster, UnknownInstance
 from backends.ecs.occupants import names, occupants
 from backends.ecs.power import NO_CAPACITY, PowerCycle
 from backends.ecs.reboots import Entry, Journal, Phase, Way, launch
-from backends.ecs.tasks import QUARANTINE, Instance
+from backends.ecs.tasks import Instance
 from recovery.spec import EcsOptions
 
 HARD_RESET = 300.0
@@ -201,12 +201,6 @@ class Repairs:
         return journal, await journal.write(Entry(Way.POWER, id, self._now(), now))
 
     # --- the rest
-
-    async def mark(self, ec2_id: str, quarantined: bool) -> None:
-        """Have ECS place no ranks there, or let it again: also those of another fleet, or of somebody who knows the attribute."""
-        with _asking(ec2_id):
-            instance = await self._cluster.instance(ec2_id)
-            await self._cluster.put_attributes(instance.arn, {QUARANTINE: "true" if quarantined else None})
 
     def reset_gpus(self, node: str) -> Refused:
         because = "GPUs of an ECS instance are not reset by relaunch: ECS and its GPU runtime hold them open; reboot it instead"

@@ -116,6 +116,7 @@ class Copy:
     settled: bool = True
     at_once: int = 0
     most: int = 0
+    wants_jobs: bool = True
 
     async def job(self, state: JobState, seq: int, terminated: bool) -> bool:
         self.at_once += 1

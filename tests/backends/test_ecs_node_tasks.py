@@ -100,7 +100,7 @@ async def test_a_node_that_cannot_be_asked_says_what_to_do(make: Make) -> None:
     with pytest.raises(Unreachable, match="awslogs"):
         await no_log.probe()
     with pytest.raises(Unreachable, match="no container instance of ECS cluster training is i-0"):
-        await no_log.repairs.mark("i-0123456789abcdef0", True)
+        await no_log.tasks.probe("i-0123456789abcdef0", "n1", 1.0, None)
 
 
 # --- examinations: S1.3, S1.5

@@ -12,14 +12,18 @@ import pytest
 
 from backends.base import Refused, Unreachable
 from backends.ecs.aws import Aws, AwsError, Kind
+from backends.ecs.marks import Marks
 from backends.ecs.reboots import KEPT, LONGEST, Entry, Journal, Phase, Way, read, written
 from backends.ecs.tasks import started_by
 from recovery.catalog import catalog
 from recovery.evidence import Verdict
+from recovery.fleet.messages import Claim, Place
+from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
 from recovery.model import Token
 from recovery.policy import Strategy
 from recovery.repair import begin, learn, next_step
 from recovery.repair_state import Diagnosed, Fact, Finish, NoAnswer, OrderDone, OrderRefused, Probed, RepairRules, Slept
+from recovery.spec import FleetNode
 from tests.backends.ecs_site import CHECKED, REPAIR, Calls, Make, Site, aws, beside, eventually, make, nothing_told, real
 from tests.doubles.aws import LOST, THROTTLE, error
 from tests.recovery.nodes import PASS
@@ -350,13 +354,30 @@ async def test_a_stop_that_hangs_is_forced(make: Make) -> None:
 # --- the rest
 
 
-async def test_a_quarantined_instance_says_so_to_every_launch(make: Make) -> None:
+async def test_a_quarantined_instance_says_so_to_every_launch_once_its_job_has_left(make: Make) -> None:
     site = make()
-    await site.repairs.mark(site.ec2_id, True)
-    assert (await site.cluster.instance(site.ec2_id)).attributes["relaunch.quarantine"] == "true"
-    await site.repairs.mark(site.ec2_id, False)
-    assert "relaunch.quarantine" not in (await site.cluster.instance(site.ec2_id)).attributes
-    assert site.repairs.reset_gpus("n1").why == "cannot_reset"
+    node = FleetNode(name="n1", address=site.ec2_id)
+    marks = Marks("lab", site.cluster, lambda name: node, None)
+
+    async def marked(standing: Standing, *claims: ClaimRecord) -> str | None:
+        await marks.nodes(FleetState("lab", nodes=(NodeRecord(node, standing=standing),), claims=claims), 1)
+        return (await site.cluster.instance(site.ec2_id)).attributes.get("relaunch.quarantine")
+
+    stays = ClaimRecord(Claim("llama", 1000, 1, 1, holds=(Place("n1"),)))
+    assert await marked(Standing.QUARANTINED, stays) is None, "it is launched again where it is"
+    assert await marked(Standing.QUARANTINED) == "lab"
+    assert await marked(Standing.IN_SERVICE) is None
+    instance = await site.cluster.instance(site.ec2_id)
+    await site.cluster.put_attributes(instance.arn, {"relaunch.quarantine": "ada"})
+    marks._written.clear()
+    assert await marked(Standing.IN_SERVICE) == "ada", "what somebody else has written is somebody else's"
+    writes = site.double.calls["PutAttributes"]
+    assert await marked(Standing.QUARANTINED) == "ada"
+    assert site.double.calls["PutAttributes"] == writes
+
+
+def test_gpus_of_an_instance_are_not_reset(make: Make) -> None:
+    assert make().repairs.reset_gpus("n1").why == "cannot_reset"
 
 
 def test_an_entry_is_what_was_written() -> None:
