@@ -286,7 +286,7 @@ class TaskEvent:
     token: Token | None
     """Whose rank it is; None: none of ours."""
     ended: bool
-    """Whether it says that the rank has ended, or is about to."""
+    """Whether it says that the rank has ended, and not because it was told to by us."""
 
 
 @dataclass(frozen=True, slots=True)

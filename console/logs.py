@@ -136,7 +136,8 @@ async def print_logs(
                     printer.feed(piece.rank, piece.data)
             if answer.ended and not answer.chunks:
                 break
-        if complaint != complained and complaint is not None and not last:
+        # At the end, where something was printed, nobody needs to know that a node has gone since.
+        if complaint != complained and complaint is not None and not (last and offsets):
             say(complaint)
         complained = complaint
         # Once over, an empty answer is the last one, and so is none at all.

@@ -13,14 +13,13 @@ from typing import Any
 
 from backends.base import TaskEvent, TaskMessage, Unreachable
 from backends.ecs.aws import Aws, AwsError
-from backends.ecs.tasks import token_of
+from backends.ecs.tasks import STOPPED, is_ours, token_of
 
 AT_ONCE = 10
 """Messages of one call, which is SQS's most."""
 WAIT = 20
 """Seconds that SQS holds a call that has nothing to answer, which is its most: a queue that is silent costs three calls a minute."""
 TASK_CHANGE = "ECS Task State Change"
-ENDED = ("STOPPED", "DEPROVISIONING", "STOPPING")
 
 log = logging.getLogger("relaunch.ecs")
 
@@ -36,9 +35,10 @@ def read_event(body: str) -> TaskEvent | None:
         if event["source"] != "aws.ecs" or event["detail-type"] != TASK_CHANGE:
             return None
         detail: Mapping[str, Any] = event["detail"]
-        status, wanted = str(detail.get("lastStatus")), str(detail.get("desiredStatus"))
         token = token_of(str(detail.get("startedBy") or ""))
-        return TaskEvent(str(detail["taskArn"]), int(detail["version"]), token, ended=status in ENDED or wanted == "STOPPED")
+        # Before it has stopped, ECS tells no exit code; and of what relaunch stopped itself it need not be told.
+        ended = detail.get("lastStatus") == STOPPED and not is_ours(str(detail.get("stoppedReason") or ""))
+        return TaskEvent(str(detail["taskArn"]), int(detail["version"]), token, ended)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no event of EventBridge: {type(error).__name__} {error}") from None
 

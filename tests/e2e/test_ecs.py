@@ -121,6 +121,33 @@ async def test_S1_5_S1_7_a_fault_on_healthy_nodes_fails_the_job_and_somebody_is_
     await world.tidy(job)
 
 
+@pytest.mark.long
+async def test_S1_9_lost_doubled_and_reordered_events_change_nothing(world: World, aws: EcsPlaces) -> None:
+    job = await world.submit()
+    await job.until_steps()
+    for generation, word in ((2, "drop"), (3, "double"), (4, "reorder")):
+        setattr(aws.aws.events, word, 50)
+        (job.folder / "fail.1").write_text("boom")
+        await job.until_phase("RUNNING", generation=generation)
+        await job.until_steps()
+        setattr(aws.aws.events, word, 0)
+    state = await job.state()
+    assert (state.generation, len(ran(aws, job)), job.lines("violations")) == (4, 8, [])
+    job.let_end()
+    await ended(job, "SUCCEEDED")
+    await world.tidy(job)
+
+
+async def test_S1_1_a_task_that_a_person_stops_cancels_the_job(world: World, aws: EcsPlaces) -> None:
+    job = await world.submit()
+    await job.until_steps()
+    aws.reboot("n2")  # stops what runs there, as a person does
+    await ended(job, "CANCELLED")
+    assert "was stopped by a user" in (await job.look()).memo["because"]
+    assert "RUNNING" not in ran(aws, job)
+    await world.tidy(job)
+
+
 class KillsAt:
     """Kills the worker as its n-th call to ECS is applied, or before."""
 
