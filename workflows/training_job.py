@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from temporalio import workflow
@@ -40,6 +39,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.ranks import seat
     from workflows import orders
     from workflows.claims import Claims
+    from workflows.deadline import Deadline
     from workflows.leaves import Leaves
     from workflows.mailbox import Mailbox
     from workflows.messages import Carried, JobResult, TrainingJobInput
@@ -76,8 +76,7 @@ class TrainingJob(Mailbox):
         self._growing: asyncio.Task[None] | None = None
         self._notices = Notices(lambda: self._job, start.carried.told)
         self._leaves = Leaves(lambda: self._job, self._inbox.append)
-        self._timer: asyncio.Task[None] | None = None
-        self._deadline: datetime | None = None
+        self._deadline = Deadline(lambda: self._job.next.what, lambda until: self._inbox.append(DeadlinePassed(until)))
         self._attributes: dict[str, object] = {}
         self._memo: dict[str, object] = {}
         if start.resume is not None:
@@ -103,7 +102,7 @@ class TrainingJob(Mailbox):
     async def run(self, start: TrainingJobInput) -> JobResult:
         if start.resume is not None:
             self._watches.keep()
-            self._set_deadline(start.carried.deadline)
+            self._deadline.set(start.carried.deadline)
             self._leaves.keep()
         while True:
             try:
@@ -164,26 +163,26 @@ class TrainingJob(Mailbox):
     def _carry_out(self, decision: Decision) -> None:
         match decision:
             case Relaunch():
-                self._set_deadline(None)
+                self._deadline.set(None)
                 self._watches.stop()
                 self._replace_act(lambda: self._relaunch(decision))
             case Stop():
-                self._set_deadline(None)
+                self._deadline.set(None)
                 self._watches.stop()
                 self._replace_act(lambda: self._stop(once=decision.phase is Phase.SUCCEEDED))
             case Examine() | Repair():
-                self._set_deadline(decision.until)
+                self._deadline.set(decision.until)
                 self._watches.stop()
                 self._replace_act(lambda: self._look_after(decision))
             case Ask():
-                self._set_deadline(self._job.next.at)
+                self._deadline.set(self._job.next.at)
                 if self._job.lost:
                     self._watches.keep()  # a node that comes back answers the question by itself
                 else:
                     self._watches.stop()
                     self._replace_act(self._let_go)
             case Wait():
-                self._set_deadline(decision.until)
+                self._deadline.set(decision.until)
                 if decision.phase in (Phase.RUNNING, Phase.NODE_LOST):
                     self._watches.keep()
             case Ignore():
@@ -355,7 +354,7 @@ class TrainingJob(Mailbox):
             self._watches.after_seq,
             self._watches.exited,
             self._dead,
-            self._deadline,
+            self._deadline.at,
             self._notices.told,
             self._claims.carried,
         )
@@ -391,21 +390,6 @@ class TrainingJob(Mailbox):
         if page != self._memo:
             workflow.upsert_memo(page)
             self._memo = page
-
-    def _set_deadline(self, until: datetime | None) -> None:
-        if until == self._deadline and self._timer is not None and not self._timer.done():
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._deadline, self._timer = until, None
-        if until is not None:
-            self._timer = asyncio.create_task(self._pass_deadline(until, f"if nothing happens: {self._job.next.what}"[:200]))
-
-    async def _pass_deadline(self, until: datetime, summary: str) -> None:
-        await workflow.sleep(max(0.0, (until - workflow.now()).total_seconds()), summary=summary)
-        if self._deadline == until:
-            self._deadline = None
-            self._inbox.append(DeadlinePassed(until))
 
     @workflow.signal(description="The fleet was begun anew and asks what this job has. Nobody else sends it.")
     def claim_again(self, *_more: Any) -> None:
