@@ -143,9 +143,16 @@ def make_fleets(settings: Settings) -> WorkerFleets:
             from backends.ecs.options import options
 
             try:
-                return EcsBackend(spec, options(spec, os.environ))
+                given = options(spec, os.environ)
             except ValueError as error:
                 raise Mistake(f"fleet file {path}: {error}") from None
+            if given.node_task is None:
+                logging.getLogger("relaunch").warning(
+                    "fleet %s names no ecs.node_task: no reboot of its nodes can be proven, so none is ordered; a node is repaired by stop"
+                    " and start, which loses what is on its instance store",
+                    spec.name,
+                )
+            return EcsBackend(spec, given)
         raise Mistake(f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs")
 
     for path in settings.fleets:

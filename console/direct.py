@@ -89,6 +89,9 @@ def nodes_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[FleetNo
     Raises:
         Mistake: one is not in the file, or the backend is of another kind.
     """
+    if spec.backend == "ecs":
+        instead = f"expected `starter.py nodes check NODE --fleet {spec.name}`, which asks a running worker to look"
+        raise Mistake(f"{file}: container instances of ECS are not logged in to: {instead}")
     if spec.backend not in ("local", "ssh"):
         raise Mistake(f"{file}: nodes of the backend {spec.backend!r} are not reached from here: expected local or ssh")
     known = {node.name: node for node in spec.nodes}

@@ -211,6 +211,19 @@ def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -
         raise typer.Exit(1)
 
 
+@nodes_app.command("discover")
+def nodes_discover(
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Name or ARN of an ECS cluster.")],
+    region: Annotated[str | None, typer.Option(metavar="REGION", help="Default: the ARN's, else as boto3 finds it.")] = None,
+    name: Annotated[str, typer.Option(metavar="FLEET", help="What the fleet shall be called.")] = "default",
+    task_definition: Annotated[str | None, typer.Option(metavar="F", help="What a rank is run as: family, family:revision or ARN.")] = None,
+) -> None:
+    """Print a fleet file for an ECS cluster: each of its ACTIVE EC2 instances as a node. Wants no server and no worker; changes nothing."""
+    from console import discover
+
+    print(discover.fleet_file(cluster, region, name, task_definition), end="")
+
+
 @nodes_app.command("trust")
 def nodes_trust(
     nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE...]")] = None,

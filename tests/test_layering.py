@@ -147,12 +147,12 @@ def reaches(path: Path, package: str) -> list[str]:
     return found
 
 
-def test_the_command_line_reaches_nodes_in_one_module_for_whoever_has_no_worker_yet() -> None:
-    """`nodes check --file` and `nodes trust` come before the first worker; whatever acts on a node goes through one."""
+def test_the_command_line_reaches_nodes_in_two_modules_for_whoever_has_no_worker_yet() -> None:
+    """`nodes check --file`, `nodes trust` and `nodes discover` come before the first worker; whatever acts on a node goes through one."""
     files = [ROOT / "starter.py", *sorted((ROOT / "console").rglob("*.py"))]
-    assert [path.name for path in files if reaches(path, "backends")] == ["direct.py"]
-    # None of it at its import: `starter.py jobs` does not wait for paramiko, nor does whatever keeps it imported.
-    assert [name for name in loaded("starter", *modules("console")) if within(name, ("backends", "paramiko"))] == []
+    assert [path.name for path in files if reaches(path, "backends")] == ["direct.py", "discover.py"]
+    # None of it at its import: `starter.py jobs` does not wait for paramiko or boto3, nor does whatever keeps it imported.
+    assert [name for name in loaded("starter", *modules("console")) if within(name, ("backends", "paramiko", "boto3"))] == []
 
 
 def test_recovery_knows_no_clock_and_no_log() -> None:
