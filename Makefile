@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 WORKERS ?= 3
 
-.PHONY: setup demo test lint types long bench chaos vm-test lock
+.PHONY: setup demo test lint types long bench chaos vm-test aws-smoke lock
 
 setup: .venv/.installed
 
@@ -51,6 +51,10 @@ chaos: setup
 # Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
 vm-test: setup
 	$(PY) -m pytest -s --timeout 2400 tests/vm/reboots.py
+
+# Asks a real account; needs its credentials, CLUSTER, TASK_DEFINITION, NODE_TASK and INSTANCE, and costs some cents (tests/aws_smoke.py).
+aws-smoke: setup
+	@$(PY) -m tests.aws_smoke $(if $(REBOOT),--reboot)
 
 # Only for whoever changes a dependency; needs uv.
 lock:

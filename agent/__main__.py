@@ -1,7 +1,7 @@
 """Entry of the agent: `session`, or one command with its order on stdin.
 
 (`nvml` is what the agent calls itself with, to read GPUs; `rank` is what it has a launcher call, for each rank; `task` is one command
-in a container, with its order as an argument.)
+in a container, with its order as an argument; `container` runs the ranks of a container.)
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ def main(arguments: list[str]) -> int:
         from agent import task
 
         return task.main(arguments[1:])
+    if arguments[:1] == ["container"]:
+        from agent import container
+
+        return container.main(arguments[1:])
     from agent.children import COMMANDS, write
     from agent.protocol import Refused, line
     from agent.session import Session

@@ -388,6 +388,8 @@ class EcsOptions(EcsTask):
     topic: str | None = None
     """ARN of the SNS topic that is told when a person is needed."""
     tables: EcsTables = EcsTables()
+    agent_key: SecretReference | None = None
+    """Where the worker reads the key of the agents inside ranks' containers: what task definitions have as secret RELAUNCH_AGENT_KEY."""
     poll: Duration = timedelta(seconds=10)
     """Between two looks at the tasks of running jobs; events make it quicker."""
 

@@ -65,7 +65,7 @@ async def test_a_worker_that_nobody_told_to_read_its_changed_fleet_file_serves_t
     [
         ("name: lab\nbackend: local\nnodes: []\n", "fleet.yaml:3:"),
         (FLEET.replace("name: lab", "name: other"), "it is of fleet 'other' now, expected 'lab' until the worker is started anew"),
-        (FLEET.replace("backend: local", "backend: ecs"), "backend 'ecs' is not supported yet, expected local or ssh"),
+        (FLEET.replace("backend: local", "backend: ecs"), "ecs.cluster is missing"),
         (None, "cannot be read: No such file or directory"),
     ],
 )

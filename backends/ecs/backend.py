@@ -6,12 +6,14 @@ Ranks hold no lease: one that cannot be seen may run, so silence is never proof.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, ClassVar
 
 from backends.base import (
     PROTOCOL,
+    BackendError,
     Gone,
     Logs,
     Prepared,
@@ -27,7 +29,8 @@ from backends.ecs.aws import Aws, AwsError
 from backends.ecs.cluster import Cluster, UnknownInstance
 from backends.ecs.events import SqsEvents
 from backends.ecs.fence import Fence, key
-from backends.ecs.launch import Launcher
+from backends.ecs.inside import Agents, Feed
+from backends.ecs.launch import JUST_NOW, Launcher
 from backends.ecs.marks import Marks
 from backends.ecs.mirror import FleetMirror, Mirror
 from backends.ecs.node_tasks import NodeTasks
@@ -37,6 +40,7 @@ from backends.ecs.repairs import Repairs
 from backends.ecs.stream import AGENT_FLAPS, SETTLES, EndedStream, TaskStream
 from backends.ecs.tasks import Task, job_attribute, started_by, token_of
 from backends.ecs.topic import Topic
+from backends.session import AgentSession
 from recovery.model import Token
 from recovery.spec import EcsOptions, FleetNode, FleetSpec
 
@@ -64,6 +68,7 @@ class EcsBackend:
         self._launcher = Launcher(self.cluster, options, settles)
         self._logs = RankLogs(self.cluster)
         self.repairs = Repairs(self.cluster, self.aws, options)
+        self._agents = Agents(options.agent_key, self._address)
         self._node_tasks = NodeTasks(self.cluster, self.aws, options, self.repairs)
         self.options = options
         self._topic = Topic(self.aws, options.topic) if options.topic else None
@@ -99,7 +104,11 @@ class EcsBackend:
             yield EndedStream(token, after_seq, because)
             return
         with self.cluster.follow(arn) as followed:
-            yield TaskStream(self.cluster, followed, node, ec2_id, token, after_seq, heartbeat, self._logs.tail, self._settles)
+            feed = Feed(self._agents, followed, node, token, after_seq, heartbeat)
+            try:
+                yield TaskStream(self.cluster, followed, node, ec2_id, token, after_seq, heartbeat, self._logs.tail, self._settles, feed)
+            finally:
+                await feed.close()
 
     async def _find(self, ec2_id: str, token: Token) -> str | None:
         """Return the task that is the rank of a generation; None: ECS knows none, and had the time to."""
@@ -117,10 +126,11 @@ class EcsBackend:
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
         ec2_id = self._ec2_id(node)
         with _asked(node):
-            instance = await self.cluster.instance(ec2_id)
+            tasks = await self.cluster.census(ec2_id)
+            # Which has looked at the instance, too: a fleet asks this of every node every minute.
+            instance = await self.cluster.instance(ec2_id, max_age=JUST_NOW)
             if (silent := self.cluster.silent_for(instance.arn)) > AGENT_FLAPS:
                 raise Unreachable(node, f"the ECS agent of {ec2_id} has not been connected for {silent:.0f} s")
-            tasks = await self.cluster.census(ec2_id)
         held = occupants(task for task in tasks if not task.stopped).held
         jobs = jobs_of(tasks, instance.attributes)
         answer = {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": jobs, "held": held}
@@ -129,17 +139,45 @@ class EcsBackend:
     async def logs(
         self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
     ) -> Logs | Refused:
-        return Refused(node, "no_such_generation", await self._where(node, token))
+        task = await self._task(node, token)
+        if (agent := self._agents_of(node, task)) is not None:
+            # It has ended, or cannot be reached: then where CloudWatch Logs has it is told.
+            with contextlib.suppress(BackendError):
+                async with agent as session:
+                    return await session.logs(token, offsets, max_bytes, wait, tail)
+        return Refused(node, "no_such_generation", await self._where(node, token, task))
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
-        return Refused(node, "no_such_generation", "a rank that is a task of ECS is in a container of its own, where nobody looks")
+        if (agent := self._agents_of(node, await self._task(node, token))) is not None:
+            async with agent as session:
+                return await session.stacks(token, rank)
+        because = "a rank that is a task of ECS is in a container of its own, where nobody looks unless relaunch's agent is in the image"
+        return Refused(node, "no_such_generation", because)
 
-    async def _where(self, node: str, token: Token) -> str:
-        ec2_id = self._ec2_id(node)
+    async def _task(self, node: str, token: Token) -> Task | None:
         with _asked(node):
-            task = await self.cluster.task_of(ec2_id, started_by(token))
-            if task is None:
-                return f"ECS knows no task of {token} on {ec2_id}"
+            return await self.cluster.task_of(self._ec2_id(node), started_by(token))
+
+    def _agents_of(self, node: str, task: Task | None) -> AbstractAsyncContextManager[AgentSession] | None:
+        """The agent in a task, if it has one and may be asked."""
+        if task is None or task.stopped or task.port is None or self.options.agent_key is None:
+            return None
+        return self._agents.session(node, task)
+
+    async def _address(self, node: str) -> str:
+        """Where the containers of a node listen."""
+        if (known := self.node(node).network) is not None:
+            return known
+        with _asked(node):
+            machine = await self.cluster.machine(self._ec2_id(node))
+        if not machine.address:
+            raise Unreachable(node, f"EC2 gives {self._ec2_id(node)} no private address")
+        return machine.address
+
+    async def _where(self, node: str, token: Token, task: Task | None) -> str:
+        if task is None:
+            return f"ECS knows no task of {token} on {self._ec2_id(node)}"
+        with _asked(node):
             where = await self._logs.where(task)
         if where is None:
             return f"what ranks print is where their task definition {task.definition} sends it, and not in CloudWatch Logs"
@@ -215,7 +253,8 @@ def jobs_of(tasks: Iterable[Task], attributes: Mapping[str, str]) -> list[dict[s
         token = token_of(task.started_by)
         if token is not None:
             generations = jobs.setdefault((token.namespace, token.job), {})
-            generations.setdefault(key(token), []).append({"rank": task.rank, "pid": None, "alive": not task.stopped})
+            ranks = [{"rank": rank, "pid": None, "alive": not task.stopped} for rank in task.ranks or (task.rank,)]
+            generations.setdefault(key(token), []).extend(ranks)
     return [_job(*names, generations, attributes) for names, generations in sorted(jobs.items())]
 
 

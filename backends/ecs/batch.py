@@ -8,6 +8,10 @@ from typing import Generic, TypeVar
 
 GATHER = 0.05
 """Seconds to wait for others: far below what a person or a poll notices, and a gang of hundreds asks within it."""
+ALONGSIDE = 2
+"""Asks under way at once; whoever comes meanwhile is gathered into the next. Calls are limited: were each asked for by himself, those of
+a hundred jobs that are launched together would wait for one another until their launches have run out of time. Two, so that a lost answer
+does not hold up everybody."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -20,6 +24,7 @@ class Batch(Generic[K, V]):
         self._waiting: dict[K, list[asyncio.Future[V]]] = {}
         self._next: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(ALONGSIDE)
 
     async def get(self, key: K) -> V:
         """Raises what `ask` raises."""
@@ -40,8 +45,9 @@ class Batch(Generic[K, V]):
         waiting: dict[K, list[asyncio.Future[V]]] = {}
         try:
             await asyncio.sleep(GATHER)
-            waiting, self._waiting, self._next = self._waiting, {}, None
-            found = await self._ask(tuple(waiting))
+            async with self._room:
+                waiting, self._waiting, self._next = self._waiting, {}, None
+                found = await self._ask(tuple(waiting))
         except asyncio.CancelledError:
             for future in _open((waiting or self._waiting).values()):
                 future.cancel()

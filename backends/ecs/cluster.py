@@ -66,6 +66,8 @@ class Cluster:
         self._definitions: Batch[str, Definition] = Batch(self._ask_definitions)
         self._known: dict[str, tuple[Instance, float]] = {}
         self._ended: dict[str, tuple[Task, float]] = {}
+        self._placed: dict[str, str] = {}
+        """The container instance of each task in the whole cluster's newest list."""
         self._defined: dict[str, tuple[Definition, float]] = {}
         self._silent: dict[str, float] = {}
         self._follower = Follower(self, poll)
@@ -279,7 +281,13 @@ class Cluster:
         wheres: list[dict[str, str]] = [{"containerInstance": arn} for arn in lives_on] if len(lives_on) <= FEW else [{}]
         asked = [{**where, "desiredStatus": status} for where in wheres for status in ("RUNNING", "STOPPED")]
         listed = await _all(self._list("ListTasks", "taskArns", **request) for request in asked)
-        described = await self.describe_tasks(dict.fromkeys(arn for arns in listed for arn in arns))
+        arns = dict.fromkeys(arn for page in listed for arn in page)
+        # A task never moves: what is known to run elsewhere is left out.
+        here = {"", *lives_on}
+        described = await self.describe_tasks([arn for arn in arns if self._placed.get(arn, "") in here])
+        if {} in wheres:
+            places = {arn: task.instance_arn for arn, task in described.items() if task is not None}
+            self._placed = {arn: place for arn in arns if (place := places.get(arn) or self._placed.get(arn))}
         found: dict[str, list[Task]] = {ec2_id: [] for ec2_id, several in instances.items() if several}
         for task in described.values():
             if task is not None and task.instance_arn in lives_on:

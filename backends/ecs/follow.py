@@ -49,6 +49,10 @@ class Followed:
         if self._broken is not None:
             raise self._broken
 
+    def nudge(self) -> None:
+        """Have whoever waits for a look see to something else as well."""
+        self._news.set()
+
     def seen(self, task: Task | None, instance: Instance | None) -> None:
         self.looked_at, self.failing, self.missing = time.monotonic(), None, task is None
         if task is not None:

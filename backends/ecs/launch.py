@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from backends.base import Gone, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
-from backends.ecs import fence
+from backends.ecs import fence, inside
 from backends.ecs.aws import AwsError, Kind
 from backends.ecs.cluster import GONE, Cluster, Machine, UnknownInstance
 from backends.ecs.fence import Fence
@@ -52,6 +52,8 @@ class Launcher:
         self._settles = settles
         self._ran: dict[tuple[str, str, str], tuple[Token, str]] = {}
         self._addresses: dict[str, str] = {}
+        self._wanted: dict[str, PrepareOrder] = {}
+        """What was prepared last on each machine: an order to start does not repeat it."""
 
     def address(self, ec2_id: str) -> str | None:
         """Where other ranks find those of a machine, once it was prepared."""
@@ -68,8 +70,7 @@ class Launcher:
             started_by(token)
         except ValueError as error:
             return Refused(node, "cannot_start", str(error))
-        if len(order.ranks) != 1:
-            return Refused(node, "cannot_start", f"a task is one rank and {len(order.ranks)} were asked for: nproc_per_node must be 1")
+        self._wanted[ec2_id] = order
         try:
             return await self._prepare(node, ec2_id, order)
         except UnknownInstance as error:
@@ -147,8 +148,15 @@ class Launcher:
             return by_aws(node, error)
         try:
             container = the_container(definition, (given.container if given else None) or self._options.container)
+            port = inside.port_of(definition, container)
         except ValueError as error:
             return Refused(node, "cannot_start", str(error))
+        if port is None and len(order.rank_env) != 1:
+            because = (
+                f"a task is one rank and {len(order.rank_env)} were asked for: nproc_per_node must be 1, unless the agent is in the image "
+                f"and {inside.PORT} in {definition.arn}"
+            )
+            return Refused(node, "cannot_start", because)
         if (because := no_network(definition, order)) is not None:
             return Refused(node, "cannot_start", because)
         request = run_task(
@@ -157,7 +165,7 @@ class Launcher:
             task_definition=name,
             container=container,
             command=order.command,
-            environment=_environment(definition, order),
+            environment={**_environment(definition, order), **self._for_agent(ec2_id, order, port)},
             gpus=order.gpus,
             started_by=started_by(token),
             client_token=client_token("start", str(token), node),
@@ -174,6 +182,14 @@ class Launcher:
             raise Unreachable(node, error.because) from error
         except AwsError as error:
             return by_aws(node, error, "cannot_start")
+
+    def _for_agent(self, ec2_id: str, order: StartOrder, port: int | None) -> dict[str, str]:
+        if port is None:
+            return {}
+        wanted = self._wanted.get(ec2_id)
+        known = wanted is not None and wanted.token == order.token
+        grace, beat = (wanted.stop_grace, wanted.heartbeat) if wanted is not None and known else (inside.GRACE, inside.HEARTBEAT)
+        return {inside.ORDER: inside.order(order, port, grace, beat)}
 
     async def _run(self, node: str, ec2_id: str, token: Token, request: dict[str, Any]) -> Started | Refused:
         # First, because ECS forgets a client token an hour after its task has ended.

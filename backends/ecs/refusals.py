@@ -58,8 +58,6 @@ def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
 
 def cannot(order: StartOrder) -> str | None:
     """What a task cannot be."""
-    if len(order.rank_env) != 1:
-        return f"a task is one rank and {len(order.rank_env)} were asked for: nproc_per_node must be 1"
     if order.launched is not None:
         return "relaunch starts no launcher on ECS: write `launcher: none`, and torchrun into the command"
     if order.secrets:

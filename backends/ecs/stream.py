@@ -12,6 +12,7 @@ from backends.base import Unreachable
 from backends.ecs.aws import AwsError
 from backends.ecs.cluster import GONE, Cluster
 from backends.ecs.follow import Followed
+from backends.ecs.inside import Feed
 from backends.ecs.tasks import Task, is_ours
 from recovery.model import Token
 
@@ -28,6 +29,8 @@ SETTLES = 5.0
 """Seconds after which a task that was run must be there for whoever asks: ECS is eventually consistent. AWS gives no number; its own tools
 wait from two seconds upwards."""
 LOOK_AGAIN = 0.5
+ECS_SEQ = 1_000_000
+"""Number of the first observation that ECS makes: above all that an agent in the container may have told before."""
 NO_KERNEL_LOG = "ECS does not tell what the kernel of a node said"
 
 Line = Mapping[str, Any]
@@ -49,7 +52,10 @@ class TaskStream:
         heartbeat: float,
         tail: Tail,
         settles: float,
+        feed: Feed,
     ) -> None:
+        """`feed`: what the agent in the task says, where it has one."""
+        self._feed = feed
         self._cluster = cluster
         self._followed = followed
         self._node = node
@@ -69,24 +75,38 @@ class TaskStream:
         while True:
             seen = followed.looked_at if followed.looked_at is not None else self._opened
             stale_at = wake = seen + STALE_POLLS * self._cluster.poll
-            if time.monotonic() >= stale_at:
+            if self._feed.speaks:
+                # A rank that is heard lives, whatever AWS does.
+                wake = max(wake, time.monotonic() + self._heartbeat)
+            elif time.monotonic() >= stale_at:
                 raise Unreachable(self._node, followed.failing.because if followed.failing else "AWS does not answer")
             if followed.missing and followed.task is None and time.monotonic() - self._opened < self._settles:
                 wake = time.monotonic() + LOOK_AGAIN
                 self._cluster.hint(followed.arn)
             elif followed.looked_at is not None:
-                end = await self._end()
-                if end is None:
+                if followed.task is not None:
+                    self._feed.begin(followed.task)
+                ends = await self._ends()
+                if not ends and not self._feed.speaks:
                     self._check_agent()
                 if not greeted:
                     yield {"hello": self._hello()}
                     greeted = True
-                if end is not None:
-                    if self._after_seq < 1:
-                        yield {"observation": {"seq": 1, "at": time.time(), "stamp": time.monotonic(), **end}}
+                if ends:
+                    await self._feed.finish()
+                while (line := self._feed.next()) is not None:
+                    yield line
+                    if "end" in line:
+                        return
+                for seq, end in enumerate(ends, ECS_SEQ):
+                    if self._after_seq < seq:
+                        yield {"observation": {"seq": seq, "at": time.time(), "stamp": time.monotonic(), **end}}
+                if ends:
                     yield {"end": {}}
                     return
-                if time.monotonic() - seen <= FRESH_POLLS * self._cluster.poll:
+                if (waits := self._feed.waits_until) is not None:
+                    wake = min(wake, waits)
+                elif not self._feed.connected and time.monotonic() - seen <= FRESH_POLLS * self._cluster.poll:
                     if time.monotonic() >= due:
                         due = time.monotonic() + self._heartbeat
                         yield {"heartbeat": self._beat()}
@@ -102,31 +122,34 @@ class TaskStream:
         task = self._followed.task
         ended = task is None or task.stopped
         state = "ended" if ended else "running" if task is not None and task.last_status == "RUNNING" else "prepared"
-        ranks = [] if task is None or task.rank is None else [task.rank]
+        ranks = [] if task is None else list(task.ranks)
         token = self._token
         named = {"namespace": token.namespace, "job": token.job, "submission": token.submission, "generation": token.generation}
         return {"token": named, "boot_id": "", "state": state, "ranks": ranks, "stamp": time.monotonic()}
 
     def _beat(self) -> Line:
         task = self._followed.task
-        alive = [task.rank] if task is not None and task.rank is not None and task.last_status == "RUNNING" else []
+        alive = list(task.ranks) if task is not None and task.last_status == "RUNNING" else []
         return {"stamp": time.monotonic(), "alive": alive, "lease_left": None, "progress": {}}
 
-    async def _end(self) -> Line | None:
+    async def _ends(self) -> list[Line]:
+        """Say how it ended, if it has: of a failure its first rank, for ECS does not know which of several failed; else all of them."""
         followed = self._followed
         if followed.missing:
-            return vanished(f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how")
+            return [vanished(f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how")]
         task = followed.task
         if task is None:
-            return None
+            return []
         if task.stopped:
             end = ending(task)
-            failed = end["kind"] == "RankExited" and end["exit_code"] != 0 and not end["stopped"]
-            return {**end, "log_tail": await self._tail(task)} if failed and self._after_seq < 1 else end
+            if end["kind"] == "RankExited" and end["exit_code"] == 0:
+                return [{**end, "rank": rank, "local_rank": number} for number, rank in enumerate(task.ranks or (0,))]
+            failed = end["kind"] == "RankExited" and not end["stopped"]
+            return [{**end, "log_tail": await self._tail(task)} if failed and self._after_seq < ECS_SEQ else end]
         state = await self._state()
         if state is not None and (state in GONE or not state):
-            return vanished(f"{self._ec2_id} is {state or 'not known to EC2 any more'}: the task that ran there has gone with it")
-        return None
+            return [vanished(f"{self._ec2_id} is {state or 'not known to EC2 any more'}: the task that ran there has gone with it")]
+        return []
 
     async def _state(self) -> str | None:
         """What EC2 says of a machine whose agent is not connected; None: it is, or EC2 did not answer."""
@@ -162,8 +185,8 @@ class EndedStream:
         self._because = because
 
     async def lines(self) -> AsyncIterator[Line]:
-        if self._after_seq < 1:
-            yield {"observation": {"seq": 1, "at": time.time(), "stamp": time.monotonic(), **vanished(self._because)}}
+        if self._after_seq < ECS_SEQ:
+            yield {"observation": {"seq": ECS_SEQ, "at": time.time(), "stamp": time.monotonic(), **vanished(self._because)}}
         yield {"end": {}}
 
     async def renew(self, stamp: float) -> None:

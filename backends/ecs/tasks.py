@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -49,6 +49,10 @@ class Task:
     """Global; from the environment that it was run with."""
     trainer: str = ""
     """The container that was given that rank; empty: none was."""
+    ranks: tuple[int, ...] = ()
+    """All that run there, that one first: more than one only where an agent in the container runs them."""
+    port: int | None = None
+    """Of that agent; None: there is none."""
 
     @property
     def stopped(self) -> bool:
@@ -104,11 +108,13 @@ class Definition:
     essential: tuple[str, ...]
     logs: Mapping[str, Log]
     """By container."""
+    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Of the environment, by container."""
 
 
 def read_task(raw: Mapping[str, Any]) -> Task:
     """Read a task of DescribeTasks or RunTask; a repeated RunTask may leave out most of it."""
-    trainer, rank = _trainer(raw.get("overrides") or {})
+    trainer, rank, ranks, port = _trainer(raw.get("overrides") or {})
     return Task(
         arn=str(raw.get("taskArn") or ""),
         instance_arn=str(raw.get("containerInstanceArn") or ""),
@@ -125,6 +131,8 @@ def read_task(raw: Mapping[str, Any]) -> Task:
         definition=str(raw.get("taskDefinitionArn") or ""),
         rank=rank,
         trainer=trainer,
+        ranks=ranks,
+        port=port,
     )
 
 
@@ -133,12 +141,17 @@ def _container(raw: Mapping[str, Any]) -> Container:
     return Container(str(raw.get("name") or ""), None if code is None else int(code), str(raw.get("reason") or ""))
 
 
-def _trainer(overrides: Mapping[str, Any]) -> tuple[str, int | None]:
+def _trainer(overrides: Mapping[str, Any]) -> tuple[str, int | None, tuple[int, ...], int | None]:
+    """Return which container trains, the first rank there, all of them, and the port of the agent that runs them."""
     for container in overrides.get("containerOverrides") or ():
-        for variable in container.get("environment") or ():
-            if variable.get("name") == "RANK" and str(variable.get("value")).isdecimal():
-                return str(container.get("name") or ""), int(variable["value"])
-    return "", None
+        variables = {str(one.get("name")): str(one.get("value")) for one in container.get("environment") or ()}
+        if (written := variables.get("RANK", "")).isdecimal():
+            name, rank = str(container.get("name") or ""), int(written)
+            if "RELAUNCH_ORDER" not in variables:
+                return name, rank, (rank,), None
+            order = json.loads(variables["RELAUNCH_ORDER"])  # it is of our own making
+            return name, rank, tuple(order["ranks"]), order["port"]
+    return "", None, (), None
 
 
 def read_instance(raw: Mapping[str, Any]) -> Instance:
@@ -164,8 +177,13 @@ def read_definition(raw: Mapping[str, Any]) -> Definition:
         network_mode=str(raw.get("networkMode") or "bridge"),
         containers=tuple(str(one["name"]) for one in containers),
         essential=tuple(str(one["name"]) for one in containers if one.get("essential") is not False),
+        variables={str(one["name"]): _variables(one) for one in containers},
         logs={str(one["name"]): log for one in containers if (log := _log(one.get("logConfiguration") or {})) is not None},
     )
+
+
+def _variables(container: Mapping[str, Any]) -> dict[str, str]:
+    return {str(one.get("name")): str(one.get("value") or "") for one in container.get("environment") or ()}
 
 
 def _log(raw: Mapping[str, Any]) -> Log | None:

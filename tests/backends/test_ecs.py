@@ -19,6 +19,7 @@ from backends.ecs import follow as follow_module
 from backends.ecs import stream as stream_module
 from backends.ecs.backend import EcsBackend
 from backends.ecs.launch import stamp
+from backends.ecs.stream import ECS_SEQ
 from backends.ecs.tasks import QUARANTINE, job_attribute, started_by
 from recovery.model import Token
 from recovery.spec import EcsOptions, EcsTask, FleetSpec
@@ -47,6 +48,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
         trainer = {"name": "trainer", "image": "any", "command": ["true"]}
         double.register("train", [trainer, {"name": "side", "image": "any", "essential": False, "command": ["true"]}], networkMode="host")
         double.register("bridged", [trainer])
+        double.register("no-port", [{**trainer, "environment": [{"name": "RELAUNCH_AGENT_PORT", "value": "80"}]}], networkMode="host")
         double.register("own-address", [trainer], networkMode="awsvpc")
         double.register("two", [trainer, {**trainer, "name": "other"}], networkMode="host")
         double.register("logged", [{**trainer, "logConfiguration": LOGS}], networkMode="host")
@@ -298,7 +300,12 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(make: Callable[.
 @pytest.mark.parametrize(
     ("changes", "options", "because"),
     [
-        ({"rank_env": ({"RANK": "0"}, {"RANK": "1"})}, {}, "nproc_per_node must be 1"),
+        (
+            {"rank_env": ({"RANK": "0"}, {"RANK": "1"})},
+            {},
+            "nproc_per_node must be 1, unless the agent is in the image and RELAUNCH_AGENT_PORT",
+        ),
+        ({"ecs": EcsTask(task_definition="no-port")}, {}, "RELAUNCH_AGENT_PORT of container trainer of arn:aws:ecs"),
         ({"workdir": "/work"}, {}, "RunTask cannot set workdir '/work'"),
         ({"secrets": {"KEY": "x"}}, {}, "whoever may describe tasks could read the job's secrets"),
         ({}, {"task_definition": None}, "neither the job file nor the fleet file says what a rank is run as"),
@@ -320,9 +327,8 @@ async def test_what_a_task_cannot_be_is_refused_in_a_sentence(
     assert site.tasks(living=False) == []
 
 
-async def test_two_ranks_of_a_node_or_a_name_that_does_not_fit_are_refused_before_anything_is_asked(make: Callable[..., Site]) -> None:
+async def test_a_name_that_does_not_fit_is_refused_before_anything_is_asked(make: Callable[..., Site]) -> None:
     site = make()
-    assert "nproc_per_node" in refusal(await site.backend.prepare("n1", prepare_order(site.token(), ranks=(0, 1)))).because
     long = Token("n" * 63, "j" * 63, 1763000000000, 1)
     assert "shorter name" in refusal(await site.backend.prepare("n1", prepare_order(long))).because
     assert not site.backend.aws.calls
@@ -634,7 +640,7 @@ async def test_s1_1_a_rank_that_exits_is_told_with_its_exit_code(make: Callable[
         "at": pytest.approx(told["at"], abs=60),
         "stamp": pytest.approx(told["stamp"], abs=60),
     }
-    assert [list(line) for line in await read(site.backend, site.token(), lambda lines: False, after_seq=1)] == [["hello"], ["end"]]
+    assert [list(line) for line in await read(site.backend, site.token(), lambda lines: False, after_seq=ECS_SEQ)] == [["hello"], ["end"]]
 
 
 async def test_s1_1_what_ended_a_task_is_told_also_where_there_is_no_exit_code(make: Callable[..., Site], aws: AwsDouble) -> None:

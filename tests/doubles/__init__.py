@@ -1,1 +1,1 @@
-"""Doubles of what a GPU node has and this machine has not: dcgmi, nvidia-smi, libnvidia-ml.so.1; and of AWS, in `aws`. They say what they are told to."""
+"""Doubles of a GPU node's dcgmi, nvidia-smi and libnvidia-ml.so.1, which this machine has not, and of AWS. Each says what it is told."""

@@ -87,6 +87,7 @@ async def test_S3_2_torchelastic_restarts_everybody_up_to_max_restarts_and_progr
     assert await ended(job, "FAILED") == [("Relaunch", "RESTART_IN_PLACE", True)] * 2 + [("Stop", None, False)]
 
 
+@pytest.mark.long
 async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(world: World) -> None:
     job = await world.submit(policy=preset("modelarts", max_restarts=8))
     for generation in (1, 2, 3):
@@ -98,6 +99,7 @@ async def test_S4_4_modelarts_schedules_the_whole_job_anew_three_times_in_a_row(
     assert await ended(job, "FAILED") == [("Relaunch", "RESCHEDULE_JOB", True)] * 3 + [("Stop", None, False)]
 
 
+@pytest.mark.long
 async def test_S4_7_modelarts_restarts_a_hang_in_place_at_no_cost(world: World) -> None:
     job = await world.submit(policy=preset("modelarts", hang={"after": HANG_AFTER, "first_step": "30s", "checkpoint": "30s"}))
     await trained(job, 1)

@@ -56,7 +56,7 @@ async def test_the_orders_of_a_launch_on_2048_nodes_fit_into_one_workflow_task(l
         assert max(size(order) for order in orders) <= 256 * KIB
 
 
-@pytest.mark.parametrize("letter", ["x", "\x1b", "界", "😀"])
+@pytest.mark.parametrize("letter", ["\x1b", *(pytest.param(one, marks=pytest.mark.long) for one in ("x", "界", "😀"))])
 async def test_a_watch_report_is_at_most_256_KiB_whatever_ranks_say(letter: str) -> None:
     order = WatchRanksInput(
         Token("default", "llama", 1, 1),

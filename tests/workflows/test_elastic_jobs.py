@@ -106,7 +106,7 @@ async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_i
         await ended(job)
 
 
-@pytest.mark.parametrize("which", ["a server", "one that suggests to continue as new all the time"])
+@pytest.mark.parametrize("which", [pytest.param("a server", marks=pytest.mark.long), "one that suggests to continue as new all the time"])
 async def test_s3_3_a_drained_node_without_a_replacement_shrinks_the_job_and_its_release_grows_it(
     make_rig: MakeRig, make_short_rig: MakeRig, which: str
 ) -> None:

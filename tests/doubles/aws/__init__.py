@@ -24,8 +24,8 @@ Fargate, StartTask, capacity providers, an Auto Scaling group that ends instance
     aws.advance(3600)       aws.expire(arn)                 what AWS forgets
     aws.delays.reboot = 3   aws.log_delay  aws.ecs.lag      how long things take
 
-A container of the image "relaunch-node" runs the agent's zipapp, `task` and its command, with the instance's state folder; any other runs its
-command. Lines of a container with the awslogs driver are in the stream <prefix>/<container>/<task id>.
+A container of the image "relaunch-node" runs the agent's zipapp, `task` and its command, with the instance's state folder; any other
+runs its command. Lines of a container with the awslogs driver are in the stream <prefix>/<container>/<task id>.
 By hand: python -m tests.doubles.aws --instances 2 --gpus 0
 """
 
