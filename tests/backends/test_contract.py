@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,23 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("agent"))
 
 
-@pytest_asyncio.fixture(params=["simulated", "local", "ssh"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every backend that has agents on its nodes; of ECS, where a container has one and AWS the rest, what it promises as well."""
+    if "make" in metafunc.fixturenames:
+        ecs = [pytest.param("ecs", marks=pytest.mark.long)] if metafunc.definition.get_closest_marker("also_ecs") else []
+        metafunc.parametrize("make", ["simulated", "local", "ssh", *ecs], indirect=True)
+
+
+@pytest.fixture
+def aws(tmp_path_factory: pytest.TempPathFactory, agent: Path) -> Iterator[Any]:
+    """One a test: ECS remembers by its client token what every test calls the same."""
+    from tests.backends.ecs_fleet import playing_aws
+
+    with playing_aws(tmp_path_factory.mktemp("aws"), agent) as double:
+        yield double
+
+
+@pytest_asyncio.fixture
 async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
     fleets: list[Fleet] = []
 
@@ -49,6 +65,10 @@ async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         fleet: Fleet
         if request.param == "simulated":
             fleet = SimulatedFleet(does or {1: RUNS}, nodes)
+        elif request.param == "ecs":
+            from tests.backends.ecs_fleet import EcsFleet
+
+            fleet = EcsFleet(does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("aws"))
         else:
             real = LocalFleet if request.param == "local" else SshFleet
             fleet = real(does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("agent"), answer_within)
@@ -182,6 +202,7 @@ async def test_a_rank_that_exits_is_seen_and_takes_its_neighbours_with_it(make: 
     assert (seen[1]["kernel"], seen[1]["kernel_unreadable"]) == ([], None)
 
 
+@pytest.mark.also_ecs
 async def test_a_rank_that_a_signal_ends_is_seen_with_the_signal(make: Make) -> None:
     fleet = make({1: Does(exits={1: -9})})
     await launch(fleet)
@@ -189,6 +210,7 @@ async def test_a_rank_that_a_signal_ends_is_seen_with_the_signal(make: Make) -> 
     assert (seen[1]["exit_code"], seen[1]["signal"], seen[1]["stopped"]) == (None, 9, False)
 
 
+@pytest.mark.also_ecs
 async def test_the_error_file_of_a_rank_comes_with_its_exit(make: Make) -> None:
     fleet = make({1: Does(error="CUDA error: out of luck", exits={0: 1})})
     await launch(fleet)
@@ -197,6 +219,7 @@ async def test_the_error_file_of_a_rank_comes_with_its_exit(make: Make) -> None:
     assert seen[1]["error"] is None
 
 
+@pytest.mark.also_ecs
 async def test_ranks_that_succeed_do_not_take_the_others_with_them(make: Make) -> None:
     fleet = make({1: Does(exits={0: 0})})
     await launch(fleet)
@@ -204,6 +227,7 @@ async def test_ranks_that_succeed_do_not_take_the_others_with_them(make: Make) -
     assert list(exits(lines)) == [0] and exits(lines)[0]["exit_code"] == 0
 
 
+@pytest.mark.also_ecs
 async def test_prepare_is_idempotent(make: Make) -> None:
     fleet = make()
     first = done(await prepare(fleet, "n1", prepare_order(token(1))))
@@ -215,6 +239,7 @@ async def test_prepare_is_idempotent(make: Make) -> None:
     assert await alive(fleet.backend, 1) == [0, 1]
 
 
+@pytest.mark.also_ecs
 async def test_start_is_idempotent_also_when_the_ranks_have_ended(make: Make) -> None:
     fleet = make({1: RUNS, 2: Does(exits={0: 0, 1: 0})})
     started = await launch(fleet)
@@ -226,6 +251,7 @@ async def test_start_is_idempotent_also_when_the_ranks_have_ended(make: Make) ->
     assert again == Started("n1", short.pids, already=True)
 
 
+@pytest.mark.also_ecs
 async def test_stop_is_idempotent_and_what_is_gone_is_done(make: Make) -> None:
     fleet = make()
     await launch(fleet)
@@ -234,6 +260,7 @@ async def test_stop_is_idempotent_and_what_is_gone_is_done(make: Make) -> None:
     assert await fleet.backend.stop("n1", stop_order(token(1))) == Gone("n1")
 
 
+@pytest.mark.also_ecs
 async def test_a_new_token_stops_the_ranks_of_the_old_one(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS})
     await launch(fleet)
@@ -293,6 +320,7 @@ async def test_a_start_that_comes_too_late_is_refused(make: Make) -> None:
     assert await alive(fleet.backend, 1) == []
 
 
+@pytest.mark.also_ecs
 async def test_a_start_that_belongs_to_another_preparation_is_refused(make: Make) -> None:
     fleet = make()
     prepared = done(await prepare(fleet, "n1", prepare_order(token(1))))
@@ -516,6 +544,7 @@ async def test_a_reboot_is_told_and_spends_the_generation(make: Make) -> None:
     assert done(await prepare(fleet, "n1", prepare_order(token(2)))).boot_id == lines[0]["hello"]["boot_id"]
 
 
+@pytest.mark.also_ecs
 async def test_closing_leaves_the_ranks_running(make: Make) -> None:
     fleet = make()
     started = await launch(fleet)
