@@ -44,6 +44,9 @@ from workflows.fleet import Fleet
 from workflows.node_repair import NodeRepair
 from workflows.training_job import TrainingJob
 
+WORKFLOW_TASKS = 8
+"""At the same moment. They share one interpreter: each of a hundred would take as long as all of them, which is longer than a job's task
+may take, and all would be done again, for ever."""
 OTHER_ACTIVITIES = 50
 """Slots beside those of the watches: launches, stops, reading logs. A watch holds its slot for as long as the job runs."""
 
@@ -199,6 +202,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
         # The tests replay every history in it: docs/decisions/0015-workflows-outside-the-sandbox.md.
         workflow_runner=UnsandboxedWorkflowRunner(),
         max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
+        max_concurrent_workflow_tasks=WORKFLOW_TASKS,
         # A job that is not in the cache is replayed from its whole history at each event.
         max_cached_workflows=max(1000, 2 * settings.jobs),
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),

@@ -11,10 +11,10 @@ from temporalio.testing import ActivityEnvironment
 from activities.logs import LogActivities, told
 from backends.base import Backend, Refused, Unreachable
 from tests.backends.fleets import RUNS
-from tests.backends.test_contract import Make, agent, launch, make, token
+from tests.backends.test_contract import Make, agent, launch, make, pytest_generate_tests, token
 from workflows.log_messages import ReadStacksInput, Stack
 
-__all__ = ["agent", "make"]
+__all__ = ["agent", "make", "pytest_generate_tests"]
 
 
 class Serves:

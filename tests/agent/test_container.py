@@ -21,6 +21,7 @@ from real_node import PATIENCE, alive, eventually, python
 from agent.container import ASKED_TO_GO, LINGER, MISUSED, NOT_FOUND
 from backends.base import Refused, Unreachable
 from backends.ecs import wire
+from backends.local_power import processes_of, signal_all
 from backends.session import AgentSession
 from recovery.model import Token
 
@@ -110,11 +111,8 @@ def make(tmp_path: Path, agent: Path) -> Iterator[Make]:
     for one in made:
         one.process.kill()
         one.process.wait()
-        for path in one.state.glob("jobs/*/*/keeper.json"):
-            try:
-                os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        # What a container's end takes along with it.
+        signal_all(processes_of(one.state, b"RELAUNCH_AGENT_STATE"), signal.SIGKILL)
 
 
 def in_shell(text: str) -> list[str]:
@@ -151,7 +149,8 @@ def test_it_ends_as_its_rank_ended(make: Make, ends: str, code: int) -> None:
 def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_names_its_rank(make: Make) -> None:
     # The second catches what the failure of the first brings it, and ends with a code of its own.
     script = 'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on $RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
-    script += 'test $RANK = 5 || exit 7; trap "exit 9" TERM; while :; do sleep 0.05; done'
+    script += 'trap "exit 9" TERM; test $RANK = 5 && touch said; '
+    script += "if [ $RANK = 4 ]; then while [ ! -e said ]; do sleep 0.02; done; exit 7; fi; while :; do sleep 0.05; done"
     container = make(in_shell(script), ranks=2, env={"WORLD_SIZE": "8", "RELAUNCH_NODE": "n1"}, port=None)
     assert container.ended() == 7
     assert sorted(line for line in container.printed.splitlines() if "I am" in line) == [

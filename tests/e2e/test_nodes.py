@@ -135,6 +135,7 @@ async def test_S1_6_a_worker_that_is_killed_meanwhile_loses_and_repeats_nothing(
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_S4_1_the_gpu_is_reset_by_its_bus_id_and_the_job_goes_on_in_its_place(world: World, nvml: Path) -> None:
     job = await world.submit(policy=chaos_policy(extends="default", hang={}))
     await job.until_phase("RUNNING", generation=1)

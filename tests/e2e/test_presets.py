@@ -38,6 +38,7 @@ def fail(job: Job, rank: int, words: str = "ValueError: bad batch") -> None:
     (job.folder / f"fail.{rank}").write_text(words)
 
 
+@pytest.mark.long
 async def test_S1_5_ecs_reboot_once_examines_after_exit_1_and_fails_the_job_when_nothing_is_found(world: World) -> None:
     job = await world.submit(policy=preset("ecs-reboot-once"))
     await trained(job, 1)

@@ -100,6 +100,7 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
     await world.tidy(waits)
 
 
+@pytest.mark.long
 async def test_ranks_whose_job_was_terminated_are_stopped_by_their_own_fleet_only(world: World, here: WorkerFleets) -> None:
     job = await running(world)
     pids = job.rank_pids()

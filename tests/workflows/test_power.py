@@ -225,6 +225,7 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
         await repair.terminate("it would look until its deadline")
 
 
+@pytest.mark.long
 async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_w
     [
         pytest.param(RebootFails(node="n2"), "sudo: a password is required", id="the command fails"),
         pytest.param(RebootHangs(node="n2", answers=True), "boot id", id="it goes on running with the old boot id"),
-        pytest.param(RebootHangs(node="n2"), "no answer to probe", id="it does not come back"),
+        pytest.param(RebootHangs(node="n2"), "no answer to probe", id="it does not come back", marks=pytest.mark.long),
     ],
 )
 async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(make_rig: MakeRig, happening: Any, because: str) -> None:
