@@ -24,6 +24,7 @@ from backends.ecs import wire
 from backends.local_power import processes_of, signal_all
 from backends.session import AgentSession
 from recovery.model import Token
+from tests.chaos.world import free_port
 
 KEY = "a key of the tests, long enough"
 TOKEN = Token("default", "job", 1, 1)
@@ -33,9 +34,7 @@ FOR_EVER = ["sleep", "1000"]
 class Container:
     def __init__(self, folder: Path, agent: Path, command: list[str], ranks: int, env: Mapping[str, str], before: list[str], **order: Any):
         token = {"namespace": TOKEN.namespace, "job": TOKEN.job, "submission": TOKEN.submission, "generation": TOKEN.generation}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         numbers = [4 + index for index in range(ranks)]
         given = {
             "token": token,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from backends.ecs.backend import EcsBackend
 from recovery.model import Token
 from recovery.spec import EcsOptions, FleetSpec, SecretReference
 from tests.backends.fleets import Does, RealRanks
+from tests.chaos.world import free_port
 from tests.doubles.aws import AwsDouble, Delays
 
 KEY = "a key of the contract, long enough"
@@ -40,9 +40,7 @@ class EcsFleet(RealRanks):
         self.state = folder
         self.visitors = []
         self._aws = aws
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         variables = {inside.PORT: port, "RELAUNCH_AGENT_KEY": KEY, "RELAUNCH_AGENT_STATE": "state"}
         trainer = {
             "name": "trainer",

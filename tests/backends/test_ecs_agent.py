@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -28,6 +27,7 @@ from backends.ecs.stream import ECS_SEQ
 from backends.ecs.tasks import read_definition, read_task
 from recovery.model import Token
 from recovery.spec import EcsOptions, FleetSpec, SecretReference
+from tests.chaos.world import free_port
 from tests.doubles.aws import SERVER_ERROR, AwsDouble, Delays
 
 KEY = "a key of the tests, long enough"
@@ -67,9 +67,7 @@ class Site:
 
     def __init__(self, aws: AwsDouble, key: str = KEY) -> None:
         self.aws, number = aws, next(NUMBERS)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = str(free.getsockname()[1])
+        self.port = str(free_port())
         # A folder of the container alone, as each has.
         variables = {inside.PORT: self.port, "RELAUNCH_AGENT_KEY": key, "RELAUNCH_AGENT_STATE": "state"}
         trainer = {
