@@ -58,6 +58,27 @@ def living_generations(job: JobState) -> tuple[LaunchedGeneration, ...]:
     return (replace(judged, size=max(len(nodes), job.spec.node_count)),)
 
 
+def running_timeouts(job: JobState) -> Timeouts:
+    """Return the time-outs of the ranks that run: their lease is that of their launch.
+
+    A policy that changed since says only how they are watched. Leases are renewed from
+    heartbeats, of which several have to come within one.
+    """
+    times = job.policy.timeouts
+    own = job.submission, job.generation
+    launch = next((o for o in job.launched if (o.submission, o.generation) == own), None)
+    if launch is None:
+        return times
+    return times.model_copy(
+        update={
+            "lease": launch.lease,
+            "fence_after": launch.fence_after,
+            "stop_grace": launch.stop_grace,
+            "heartbeat": min(times.heartbeat, launch.lease / 3),
+        }
+    )
+
+
 def fences(job: JobState) -> bool:
     """Return whether all ranks that may be alive stop themselves when they are cut off.
 

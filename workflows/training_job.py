@@ -22,6 +22,7 @@ with workflow.unsafe.imports_passed_through():
         DeadlinePassed,
         Event,
         IncidentsArchived,
+        LaunchOrdered,
         NodeDeclaredDead,
         NodesAcquired,
         NodesGranted,
@@ -30,7 +31,7 @@ with workflow.unsafe.imports_passed_through():
         Submitted,
     )
     from recovery.evolve import absorb, evolve, finish, resubmit
-    from recovery.fencing import fences
+    from recovery.fencing import fences, plan_generation, will_fence
     from recovery.fleet.messages import Place
     from recovery.ladder import left_with, why_left
     from recovery.leaving import left_out
@@ -244,7 +245,7 @@ class TrainingJob(Mailbox):
         slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
         left_behind = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
         # Ranks that are alone do not fence themselves, and as part of a gang they would be taken for ranks that do.
-        alone = bool(self._job.maybe_alive) and not fences(self._job) and fences(replace(self._job, slots=slots))
+        alone = bool(self._job.maybe_alive) and not fences(self._job) and will_fence(self._job, len(slots))
         if left_behind or alone:
             # Everywhere, not only there: a node that was cut off stops itself only when some other node no longer vouches for it.
             before = decision.generation - 1
@@ -257,6 +258,15 @@ class TrainingJob(Mailbox):
             await workflow.wait_condition(lambda: self._job.slots == slots)
             await self._claims.say_what_is_left()
         token = replace(self._job.token, generation=decision.generation)
+        nodes = tuple(slot.node for slot in slots)
+        while self._claims.must_tell_times(plan_generation(self._job, decision.generation, nodes)):
+            # The policy has changed: who submits this job again must not judge its ranks by less.
+            await self._claims.say_what_is_left()
+            if superseded():
+                return
+        # From the same state as the orders: a policy that changes from here on changes the next launch.
+        launch = plan_generation(self._job, decision.generation, nodes)
+        self._inbox.append(LaunchOrdered(decision.generation, launch))
         self._launching = True
         self._inbox.append(await orders.launch(self._job, token, slots))
         self._launching = False
