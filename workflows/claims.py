@@ -50,7 +50,7 @@ class Claims:
 
     @property
     def carried(self) -> ClaimsCarried:
-        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more, self._launched)
+        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more, launched=self._launched)
 
     @property
     def waits(self) -> bool:

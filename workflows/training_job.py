@@ -69,6 +69,8 @@ class TrainingJob(Mailbox):
         self._leaving: list[asyncio.Task[None]] = []
         self._launching = False
         """Ranks may have been ordered that `maybe_alive` does not know of."""
+        self._relaunching: Relaunch | None = None
+        """Decided, and not at an end yet."""
         self._watches = Watches(lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
@@ -139,6 +141,7 @@ class TrainingJob(Mailbox):
 
     def _take(self, event: Event) -> None:
         now = workflow.now()
+        waited_for = self._job.maybe_alive
         self._job = absorb(self._job, event, now)
         decision = decide(self._job, event, now)
         self._job = evolve(self._job, decision, now)
@@ -149,6 +152,10 @@ class TrainingJob(Mailbox):
                 self._dead = tuple(dict.fromkeys((*self._dead, event.node)))
                 if (ending := self._job.ending) is not None:
                     self._replace_act(lambda: self._stop(once=ending.phase is Phase.SUCCEEDED))  # without that node
+                elif isinstance(decision, Ignore) and event.node in waited_for and self._relaunching is not None:
+                    # Of an earlier submission: its ranks are stopped before the launch, which goes on.
+                    relaunching = self._relaunching
+                    self._replace_act(lambda: self._relaunch(relaunching))
         if not isinstance(decision, Ignore):
             workflow.logger.info("%s -> %s: %s", event.kind, decision.kind, decision.because, extra={"generation": self._job.generation})
         if not isinstance(decision, Ignore | Wait) or isinstance(event, NodesGranted):
@@ -162,8 +169,11 @@ class TrainingJob(Mailbox):
             self._archiving = asyncio.create_task(self._archive())
 
     def _carry_out(self, decision: Decision) -> None:
+        if not isinstance(decision, Ignore | Wait):
+            self._relaunching = None
         match decision:
             case Relaunch():
+                self._relaunching = decision
                 self._deadline.set(None)
                 self._watches.stop()
                 self._replace_act(lambda: self._relaunch(decision))
@@ -270,6 +280,7 @@ class TrainingJob(Mailbox):
         self._launching = True
         self._inbox.append(await orders.launch(self._job, token, slots))
         self._launching = False
+        self._relaunching = None
 
     async def _let_go(self) -> None:
         """A person is asked, and it may take long: what was asked of the fleet and not granted is not wanted meanwhile."""

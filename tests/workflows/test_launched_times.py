@@ -76,3 +76,22 @@ async def test_a_later_submission_judges_the_ranks_of_an_earlier_one_by_their_ow
         assert [one.fence_after for one in state.launched] == [timedelta(seconds=0.1)], "its own launch is judged by its own times"
         await second.handle.signal("cancel")
         await second.result()
+
+
+@pytest.mark.long
+async def test_a_person_ends_the_wait_for_ranks_of_an_earlier_submission_that_never_fence(make_rig: MakeRig) -> None:
+    async with make_rig(RUNS, nodes=3, all_ended=False) as rig:
+        first = await rig.submit(policy(LONG), ranks=1, name="llama", gang="independent")
+        await renewed(rig, first)
+        rig.backend.cut("n2")
+        await first.handle.terminate("an operator")
+        second = await rig.submit(policy(LONG), ranks=1, name="llama")
+        await second.until(lambda state: "n2" in state.maybe_alive, "what the first one held")
+        await asyncio.sleep(4)  # as long as all times of both together
+        assert (await second.state()).launched_at is None
+        rig.backend.lose_power("n2", down_for=3600)  # this is what the person saw
+        await second.handle.signal("report", {"node": "n2", "because": "no power", "by": "ada"})
+        state = await second.until(lambda state: state.launched_at is not None, "a launch")
+        assert "n2" not in {slot.node for slot in state.slots}
+        await second.handle.signal("cancel")
+        await second.result()
