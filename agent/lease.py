@@ -37,6 +37,12 @@ class Lease:
         if self.renewed:
             self.alive_until = max(self.alive_until, asked + self.fence_after)
 
+    def set_times(self, leased_until: float, alive_until: float, renewed: bool) -> None:
+        """Take over what the keeper, which decides, has."""
+        self.leased_until = leased_until
+        self.alive_until = alive_until
+        self.renewed = renewed
+
     @property
     def ends(self) -> float | None:
         """When the handle falls, or None when it cannot."""

@@ -6,24 +6,28 @@ journal, and stays to tell.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from typing import Dict, Iterable, Tuple
 
 from agent import evidence, journal, kernel_log, processes
 from agent.faults import pass_by
-from agent.lease import Vouchers
+from agent.lease import Lease, Vouchers
 from agent.loop import Channel, Loop
 from agent.peers import Answer, Peers
 from agent.progress import RankProgress
-from agent.protocol import Json, Token, now
+from agent.protocol import Json, Token, line, now
 from agent.state import Generation, JobState, boot_id
 
 PING = 2.0
 """Seconds between signs of life to the keeper."""
+KEEPER_SILENCE = 3.0
+"""Seconds without an answer to a sign of life after which a keeper is called silent: it answers each at once."""
 LOOK = 0.5
 """Seconds between looks at progress while somebody watches: half of the second that heartbeats may be apart."""
 WATCHERS = 16
@@ -54,46 +58,50 @@ class Watcher:
         return self.channel.behind and now() > self.channel.written_at + max(1.0, 3 * self.heartbeat)
 
 
-def run(
-    generation: Generation,
-    token: Token,
-    order: Json,
-    listener: socket.socket,
-    peers: socket.socket,
-    link: int,
-    kernel: kernel_log.Mark,
-    news: Json,
-) -> None:
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Sockets:
+    watch: socket.socket
+    peers: socket.socket
+    link: int
+    """To the keeper."""
+    guard: int
+    """A pipe to the guard."""
+
+
+def run(generation: Generation, token: Token, order: Json, sockets: Sockets, kernel: kernel_log.Mark, news: Json) -> None:
     """Be the supervisor. The process was forked from the keeper a moment ago."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     processes.set_name("relaunch-sup")
-    processes.close_all_but([listener.fileno(), peers.fileno(), link, kernel.handle])
-    supervisor = Supervisor(generation, token, order, listener, peers, link, kernel)
+    kept = [sockets.watch.fileno(), sockets.peers.fileno(), sockets.link, sockets.guard]
+    processes.close_all_but([*kept, kernel.handle])
+    supervisor = Supervisor(generation, token, order, sockets, kernel)
     supervisor.hear_keeper(news)
     supervisor.run()
 
 
 class Supervisor:
-    def __init__(
-        self,
-        generation: Generation,
-        token: Token,
-        order: Json,
-        listener: socket.socket,
-        peers: socket.socket,
-        link: int,
-        kernel: kernel_log.Mark,
-    ) -> None:
+    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets, kernel: kernel_log.Mark) -> None:
         self.generation = generation
         self.token = token
         self.order = order
-        self.listener = listener
+        self.listener = sockets.watch
+        self.guard = sockets.guard
         self.loop = Loop()
         self.boot = boot_id(generation.state)
         self.state = "prepared"
         self.alive: list[int] = []
+        self.pids: dict[int, int] = {}
+        """pid by rank, of those that the keeper has not reaped."""
+        self.lease: Lease | None = None
+        """The keeper's, with what the keeper would have taken by now if it is stopped: the guard is told by this one."""
+        self.unanswered_since: float | None = None
+        """When the sign of life was sent that the keeper has not answered."""
         self.alive_until: float | None = None
         """As of the keeper's last word, which is never later than what it holds by now. None: it cannot fall."""
         self.leased_until: float | None = None
@@ -114,9 +122,9 @@ class Supervisor:
         self.progress: dict[int, RankProgress] = {}
         self.pinged_at = self.looked_at = self.asked_at = 0.0
         self.leave_at: float | None = None
-        self.loop.watch(listener.fileno(), lambda events: self._accept())
-        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, peers, self._vitals)
-        self.link = Channel(self.loop, link, self.hear_keeper, self._keeper_went)
+        self.loop.watch(self.listener.fileno(), lambda events: self._accept())
+        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, sockets.peers, self._vitals)
+        self.link = Channel(self.loop, sockets.link, self.hear_keeper, self._keeper_went)
 
     def run(self) -> None:
         while self.leave_at is None or now() < self.leave_at:
@@ -126,6 +134,9 @@ class Supervisor:
     # --- the keeper ---
 
     def hear_keeper(self, told: Json) -> None:
+        self.unanswered_since = None
+        if "state" not in told:
+            return
         if "start" in told:
             self._begin(told["start"])
         self.state = told["state"]
@@ -134,6 +145,9 @@ class Supervisor:
         self.alive_until = told["alive_until"]
         self.leased_until = told["leased_until"]
         self.renewed = told["renewed"]
+        self.pids = {int(rank): pid for rank, pid in told["pids"]}
+        if self.lease is not None and self.leased_until is not None:
+            self.lease.set_times(self.leased_until, told["handle"], self.renewed)
         self._send_news()
         if self.state == "gone":
             self._say_end()
@@ -141,6 +155,7 @@ class Supervisor:
 
     def _begin(self, order: Json) -> None:
         self.peers.begin(order)
+        self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self.vouchers = Vouchers(peer["node"] for peer in order["peers"])
         self.pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
         self.launches = order.get("launched") is not None
@@ -236,8 +251,22 @@ class Supervisor:
             else:
                 self._look()
                 self._beat(watcher)
-        elif "renew" in line and isinstance(line["renew"], dict) and isinstance(line["renew"].get("stamp"), (int, float)):
-            self.link.send({"renew": line["renew"]["stamp"]})
+        elif "renew" in line and isinstance(line["renew"], dict) and _is_time(line["renew"].get("stamp")):
+            self._renew(float(line["renew"]["stamp"]))
+
+    def _renew(self, stamp: float) -> None:
+        """Pass a renewal on. The guard hears what follows from it here: the keeper may be stopped."""
+        if self.lease is not None and self.lease.renew(stamp, now()):
+            self._inform_guard()
+        self.link.send({"renew": stamp})
+
+    def _inform_guard(self) -> None:
+        if self.lease is None or self.state != "running":
+            return
+        try:
+            os.write(self.guard, line({"ends": self.lease.ends}))
+        except BlockingIOError:  # a guard that reads nothing is replaced by the keeper
+            pass
 
     def _send_news(self) -> None:
         """Send what the journal has for good and each watcher has not."""
@@ -264,7 +293,29 @@ class Supervisor:
         left = round(max(0.0, self.leased_until - now()), 3) if runs and self.leased_until is not None else None
         reports = {str(rank): progress.report() for rank, progress in self.progress.items()}
         reported = {rank: report for rank, report in reports.items() if report is not None}
-        watcher.channel.send({"heartbeat": {"stamp": now(), "alive": self.alive, "lease_left": left, "progress": reported}})
+        heartbeat: Json = {"stamp": now(), "alive": self._find_alive(), "lease_left": left, "progress": reported}
+        if self._keeper_silence is not None:
+            heartbeat["keeper_silent"] = round(self._keeper_silence, 1)
+        watcher.channel.send({"heartbeat": heartbeat})
+
+    def _find_alive(self) -> list[int]:
+        """Ranks that live. A keeper that is stopped reaps none, so the kernel is asked."""
+        found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
+        return [rank for rank in self.alive if rank in found and (process := found[rank]) is not None and process.lives]
+
+    @property
+    def _keeper_silence(self) -> float | None:
+        """For how many seconds the keeper has not answered, where that is long."""
+        if self.unanswered_since is None or now() < self.unanswered_since + KEEPER_SILENCE:
+            return None
+        return now() - self.unanswered_since
+
+    def _wake_keeper(self) -> None:
+        """Send SIGCONT to a keeper that was stopped: until it goes on, ranks that end are not reported."""
+        keeper = os.getppid()
+        found = processes.look(keeper)
+        if found is not None and found.state == "T":
+            os.kill(keeper, signal.SIGCONT)
 
     def _look(self) -> None:
         """Read progress; where a step or a checkpoint advanced, the next heartbeat comes within a second of the last."""
@@ -314,7 +365,8 @@ class Supervisor:
     def _tick(self) -> None:
         if now() >= self.pinged_at + PING:
             self.pinged_at = now()
-            self.link.send({"alive": True})
+            if not self.link.closed:
+                self._ping()
         self.peers.expire()
         if self._ask_at is not None and now() >= self._ask_at:
             self.asked_at = now()
@@ -326,6 +378,14 @@ class Supervisor:
                 watcher.channel.drop()
             elif now() >= watcher.due_at:
                 self._beat(watcher)
+
+    def _ping(self) -> None:
+        """Show the keeper that this process lives, and see whether the keeper does."""
+        if self.unanswered_since is None:
+            self.unanswered_since = now()
+            self.link.send({"alive": True})
+        elif self._keeper_silence is not None:
+            self._wake_keeper()
 
     # --- peers ---
 
@@ -342,4 +402,7 @@ class Supervisor:
             return
         vouched = self.vouchers.answered(answer.node, answer.asked, answer.alive, answer.leased)
         if vouched is not None:
+            if self.lease is not None:
+                self.lease.vouched(vouched)
+                self._inform_guard()
             self.link.send({"vouched": vouched})

@@ -79,6 +79,13 @@ def done(answer: Any) -> dict[str, Any]:
     return dict(answer)
 
 
+def line_to_keeper(node: Node, value: Json) -> None:
+    """Give an order to the keeper itself, as a command does, and do not wait for more than that it was heard."""
+    with node.to_keeper() as caller:
+        caller.sendall(json.dumps(value).encode() + b"\n")
+        assert caller.recv(4096)
+
+
 class Stream:
     """The lines of one command, as they come."""
 
