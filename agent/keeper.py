@@ -26,6 +26,8 @@ IDLE = 5.0
 """Seconds between looks at the clock when nothing is due."""
 SWEEP = (0.01, 0.25)
 """Seconds between looks for what is left while stopping: from quick to patient."""
+STUCK_NOTICE = 0.5
+"""Seconds past SIGKILL after which those who ordered the stop are told what is left: less than they wait without a word."""
 FAREWELL = 1.0
 """Seconds that the supervisor has to tell its watchers that this is the end."""
 
@@ -98,6 +100,8 @@ class Keeper:
         """pid and start time of those outside of the groups that were asked."""
         self.stoppers: list[tuple[Channel, bool]] = []
         """Those who wait to hear that nothing of this generation is left, and whether it was going anyway."""
+        self.reported_stuck: dict[Channel, list[int]] = {}
+        """What each of them was told last that does not die."""
         self.kernel = kernel_log.mark()
         """Only noted here, before any rank runs, and handed down: reading it is the supervisor's."""
         self.groups: list[tuple[int, int]] = []
@@ -213,8 +217,11 @@ class Keeper:
         else:
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGKILL)
-            for process in self._find_below():
+            left = self._find_below()
+            for process in left:
                 processes.kill(process, signal.SIGKILL)
+            if now() >= self.kill_at + STUCK_NOTICE:
+                self._report_stuck(left)
         self.sweep_pause = min(SWEEP[1], self.sweep_pause * 1.5)
         self.sweep_at = now() + self.sweep_pause
 
@@ -230,11 +237,20 @@ class Keeper:
                 self.strays.add(identity)
                 processes.kill(process, signal.SIGTERM)
 
+    def _report_stuck(self, left: list[processes.Process]) -> None:
+        """Tell those who ordered the stop what does not die, each time that is something else."""
+        pids = sorted(process.pid for process in left)
+        for caller, _ in self.stoppers:
+            if self.reported_stuck.get(caller) != pids:
+                self.reported_stuck[caller] = pids
+                caller.send({"stuck": [(process.pid, process.started) for process in left]})
+
     def _confirm(self) -> None:
         """Tell those who ordered the stop, before the journal and the watchers: the next generation waits for it."""
         for caller, already in self.stoppers:
             caller.send({"gone": True, "already": already})
         self.stoppers.clear()
+        self.reported_stuck.clear()
 
     def _fence_if_due(self) -> None:
         if self.state == "running" and self.lease is not None and self.lease.fenced(now()) is not None:

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Dict, Iterable, Tuple
 
-from agent import evidence, journal, kernel_log, processes
+from agent import evidence, journal, kernel_log, processes, users
 from agent.faults import pass_by
 from agent.lease import Lease, Vouchers
 from agent.loop import Channel, Loop
@@ -180,7 +180,7 @@ class Supervisor:
         if missing:
             because = f"the keeper died; the exits of ranks {sorted(missing)} are not known"
             if left:
-                because += f"; processes {left} do not die"
+                because += f"; {users.describe(left)} does not die"
             record = journal.Journal(self.generation.journal)
             record.append(("KeeperDied", {"because": because}))
             record.close()
