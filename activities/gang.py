@@ -55,6 +55,8 @@ class NodeView:
     stream: WatchStream | None = None
     stamp: float | None = None
     """The newest that is not renewed from."""
+    stamped_at: float = 0.0
+    """CLOCK_MONOTONIC when that was received."""
     seq: int = 0
     steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class Gang:
         view = self._nodes[node]
         view.last_heard = now
         if (heartbeat := line.get("heartbeat")) is not None:
-            view.stamp = float(heartbeat["stamp"])
+            view.stamp, view.stamped_at = float(heartbeat["stamp"]), time.monotonic()
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)
             self._unspoken.discard(node)
@@ -205,16 +207,16 @@ class Gang:
 
     # --- leases
 
-    def stamps(self) -> dict[str, float]:
-        """Stamps of heartbeats that have arrived by now: only these may be renewed after the next acknowledgement."""
-        return {node: view.stamp for node, view in self._nodes.items() if view.stamp is not None}
+    def stamps(self) -> dict[str, tuple[float, float]]:
+        """Stamps of heartbeats that have arrived by now, and when: only these may be renewed after the next acknowledgement."""
+        return {node: (view.stamp, view.stamped_at) for node, view in self._nodes.items() if view.stamp is not None}
 
-    async def renew(self, stamps: Mapping[str, float]) -> None:
-        for node, stamp in stamps.items():
+    async def renew(self, stamps: Mapping[str, tuple[float, float]]) -> None:
+        for node, (stamp, stamped_at) in stamps.items():
             stream = self._nodes[node].stream
             if stream is not None:
                 try:
-                    await stream.renew(stamp)
+                    await stream.renew(stamp, round(time.monotonic() - stamped_at, 3))
                 except BackendError:
                     continue  # its follower sees the broken connection and tries again
 

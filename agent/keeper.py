@@ -434,6 +434,12 @@ class Keeper:
             self.wanted_at = now()
             if self.lease is not None and self.lease.renew(told["renew"], now()):
                 self._tell_supervisor()
+        if "stood_still" in told and self.lease is not None:
+            self.lease.shift(told["stood_still"])
+            self._tell_supervisor()
+            self._fence_if_due()
+        if "alone" in told:
+            self._fence("isolated", told["alone"])
         if "vouched" in told and self.lease is not None:
             self.lease.vouched(told["vouched"])
             self._tell_supervisor()

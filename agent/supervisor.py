@@ -17,7 +17,7 @@ from typing import Dict, Iterable, Tuple
 
 from agent import evidence, journal, kernel_log, processes, users
 from agent.faults import pass_by
-from agent.lease import Lease, Vouchers
+from agent.lease import Lease, PeerClocks, Vouchers, measure_standstill
 from agent.loop import Channel, Loop
 from agent.peers import Answer, Peers
 from agent.progress import RankProgress
@@ -28,6 +28,8 @@ PING = 2.0
 """Seconds between signs of life to the keeper."""
 KEEPER_SILENCE = 3.0
 """Seconds without an answer to a sign of life after which a keeper is called silent: it answers each at once."""
+COMPARE = 2.0
+"""Seconds, at most, between two comparisons of clocks with the peers while a lease runs; a sixth of a lease if that is less."""
 LOOK = 0.5
 """Seconds between looks at progress while somebody watches: half of the second that heartbeats may be apart."""
 WATCHERS = 16
@@ -107,6 +109,8 @@ class Supervisor:
         self.leased_until: float | None = None
         self.renewed = False
         self.vouchers = Vouchers(())
+        self.clocks = PeerClocks()
+        self.fences = False
         self.observations: list[Json] = []
         self.kernel = kernel
         self.kernel_reading: Json | None = None
@@ -155,6 +159,7 @@ class Supervisor:
 
     def _begin(self, order: Json) -> None:
         self.peers.begin(order)
+        self.fences = order["fences"]
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self.vouchers = Vouchers(peer["node"] for peer in order["peers"])
         self.pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
@@ -252,13 +257,32 @@ class Supervisor:
                 self._look()
                 self._beat(watcher)
         elif "renew" in line and isinstance(line["renew"], dict) and _is_time(line["renew"].get("stamp")):
-            self._renew(float(line["renew"]["stamp"]))
+            age = line["renew"].get("age", 0.0)
+            if _is_time(age):
+                self._renew(float(line["renew"]["stamp"]), float(age))
 
-    def _renew(self, stamp: float) -> None:
-        """Pass a renewal on. The guard hears what follows from it here: the keeper may be stopped."""
-        if self.lease is not None and self.lease.renew(stamp, now()):
+    def _renew(self, stamp: float, age: float) -> None:
+        """Pass a renewal on. The guard hears what follows from it here: the keeper may be stopped.
+
+        Args:
+            stamp: this node's clock in the heartbeat that the watcher has received.
+            age: seconds since then, by the watcher's clock.
+        """
+        at = now()
+        if stamp <= at:
+            self._count_standstill(measure_standstill(stamp, age, at))
+            stamp = min(stamp, at - age)
+        if self.lease is not None and self.lease.renew(stamp, at):
             self._inform_guard()
         self.link.send({"renew": stamp})
+
+    def _count_standstill(self, lost: float) -> None:
+        """Have the lease end earlier by the time for which this node's clock stood still."""
+        if lost > 0.0 and self.lease is not None:
+            self.clocks.forget()
+            self.lease.shift(lost)
+            self._inform_guard()
+            self.link.send({"stood_still": lost})
 
     def _inform_guard(self) -> None:
         if self.lease is None or self.state != "running":
@@ -357,10 +381,13 @@ class Supervisor:
 
     @property
     def _ask_at(self) -> float | None:
-        """When the peers are to be asked, if they are: once the lease has passed."""
+        """When the peers are to be asked next, if they are: for their clocks while leased, for their word once the lease has passed."""
         if self.leased_until is None or not self.renewed:
             return None
-        return max(self.leased_until, self.asked_at + min(1.0, float(self.order["fence_after"]) / 5))
+        often = self.asked_at + min(1.0, float(self.order["fence_after"]) / 5)
+        if not self.fences or now() >= self.leased_until:
+            return max(self.leased_until, often)
+        return min(max(self.leased_until, often), self.asked_at + min(COMPARE, float(self.order["lease"]) / 6))
 
     def _tick(self) -> None:
         if now() >= self.pinged_at + PING:
@@ -368,6 +395,7 @@ class Supervisor:
             if not self.link.closed:
                 self._ping()
         self.peers.expire()
+        self._see_alone()
         if self._ask_at is not None and now() >= self._ask_at:
             self.asked_at = now()
             self.peers.ask(self._peer_answered)
@@ -396,7 +424,24 @@ class Supervisor:
         alive = self.state == "running" and bool(self.alive) and (self.alive_until is None or at < self.alive_until)
         return alive, alive and self.renewed and self.leased_until is not None and at < self.leased_until
 
+    def _see_alone(self) -> None:
+        """Fence where nothing of the generation can be left elsewhere, and nobody watches it here.
+
+        So a machine finds itself that was paused while its gang was stopped: no peer tells it the time.
+        """
+        if self.state != "running" or not self.renewed or not self.fences or not self.peers.is_alone:
+            return
+        if not self.watchers:
+            named = ", ".join(sorted(self.peers.refused))
+            self.link.send({"alone": f"nobody watches here, no peer answers, and nothing of this generation lives on {named}"})
+            self.peers.refused.clear()
+            return
+        for watcher in self.watchers:  # one that is gone is seen to be gone when something is sent to it
+            watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
+
     def _peer_answered(self, answer: Answer) -> None:
+        if answer.stamp is not None:
+            self._count_standstill(self.clocks.compare(answer.node, answer.asked, answer.answered, answer.stamp))
         if answer.superseded is not None:
             self.link.send({"superseded": answer.superseded})
             return

@@ -42,7 +42,7 @@ class OneNode:
         yield {"heartbeat": {"stamp": 1.0}}
         await asyncio.Event().wait()
 
-    async def renew(self, stamp: float) -> None:
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
         return
 
     # The client's side: a server that acknowledges every heartbeat.
