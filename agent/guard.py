@@ -1,6 +1,6 @@
 """The guard of one generation: kills its ranks when the keeper should have done it and has not.
 
-A process beside the keeper. It opens no file outside of /proc and writes none, so that neither a keeper that is stopped nor one
+A process beside the keeper. It opens no file outside of /proc and of control groups, so that neither a keeper that is stopped nor one
 that waits for a disk keeps ranks alive past their fence. It decides nothing: the keeper and the supervisor tell it the time.
 """
 
@@ -10,12 +10,14 @@ import os
 import signal
 from typing import Dict, List, Tuple
 
-from agent import processes
+from agent import cgroup, processes
 from agent.loop import Channel, Loop
 from agent.protocol import Json, Token, now
 
 PING_INTERVAL = 2.0
 """Seconds between signs of life to the keeper."""
+MOST_MOVES = 20
+"""Looks for what was forked between two moves: each finds the children of what the last one has missed."""
 PAUSES = (0.02, 1.0)
 """Seconds between two looks for what is left while killing: the first and the longest."""
 
@@ -54,6 +56,9 @@ class Guard:
         """While stopping: when the keeper sends SIGKILL."""
         self.supervisor = 0
         self.groups: Dict[int, int] = {}
+        self.cgroup: str | None = None
+        self.has_moved = False
+        """Whether what the ranks have forked is in their control group."""
         self.pinged_at = 0.0
         self.look_at = 0.0
         self.pause = PAUSES[0]
@@ -70,6 +75,8 @@ class Guard:
             if now() >= self.pinged_at + PING_INTERVAL:
                 self.pinged_at = now()
                 self.link.send({"alive": True})
+            if self.cgroup is not None and self.groups and not self.has_moved:
+                self._move(self.cgroup)
             if self._is_overdue() and now() >= self.look_at:
                 # What was said just now counts: after a stop of this process it waits to be read.
                 self.extensions.hear_pending()
@@ -84,6 +91,7 @@ class Guard:
         self.kill_at = news["kill_at"]
         self.supervisor = news["supervisor"]
         self.groups = dict(news["groups"])
+        self.cgroup = news["cgroup"]
 
     def _hear_supervisor(self, news: Json) -> None:
         """Take over when the fence is due: the keeper hears the same, unless it is stopped."""
@@ -116,8 +124,28 @@ class Guard:
             times.append(max(self._due_at, self.look_at))
         return min(times)
 
+    def _move(self, folder: str) -> None:
+        """Move ranks and all that they have forked by now into their control group; what they fork later is born there.
+
+        Not the keeper does it, nor the ranks themselves: each first move waits some milliseconds for the kernel's RCU.
+        """
+        self.has_moved = True
+        moved: set[int] = set()
+        for _ in range(MOST_MOVES):
+            pids = {process.pid for process in self._find_below()} - moved
+            if not pids:
+                return
+            cgroup.move(folder, pids)
+            moved |= pids
+
+    def _find_below(self) -> List[processes.Process]:
+        """Ranks are below their keeper, a subreaper, however they were forked."""
+        return processes.descendants(self.keeper, without=[os.getpid(), self.supervisor])
+
     def _kill(self) -> bool:
         """Kill what is left; return whether to go on, which is so until the keeper and everything are gone."""
+        if self.cgroup is not None:
+            cgroup.kill(self.cgroup)
         left = self._find_left()
         for process in left:
             processes.kill(process, signal.SIGKILL)
@@ -127,10 +155,10 @@ class Guard:
 
     def _find_left(self) -> List[processes.Process]:
         if self.gives_up_at is None:
-            # Ranks are below their keeper, a subreaper, however they were forked.
-            return processes.descendants(self.keeper, without=[os.getpid(), self.supervisor])
+            return self._find_below()
         state = self.node_state
-        return processes.of_token(self.token.text, lambda rest: rest == "", state, self.groups)
+        named = processes.of_token(self.token.text, lambda rest: rest == "", state, self.groups)
+        return named + (cgroup.members(self.cgroup) if self.cgroup is not None else [])
 
 
 def news_of(
@@ -140,6 +168,7 @@ def news_of(
     kill_at: float | None,
     supervisor: int,
     groups: List[Tuple[int, int]],
+    cgroup: str | None,
 ) -> Json:
     """What a keeper tells its guard, all of it each time.
 
@@ -150,6 +179,7 @@ def news_of(
         kill_at: when the keeper kills what it is stopping, if it is.
         supervisor: its pid, 0 for none: it is no rank.
         groups: pid and start time of the ranks, for when the keeper is dead.
+        cgroup: the control group of the ranks, if there is one.
     """
     return {
         "state": state,
@@ -158,4 +188,5 @@ def news_of(
         "kill_at": kill_at,
         "supervisor": supervisor,
         "groups": groups,
+        "cgroup": cgroup,
     }

@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from agent import guard, kernel_log, processes, ranks, supervisor
+from agent import cgroup, guard, kernel_log, processes, ranks, supervisor
 from agent.faults import pass_by
 from agent.journal import Journal
 from agent.lease import Lease
@@ -106,6 +106,8 @@ class Keeper:
         """Only noted here, before any rank runs, and handed down: reading it is the supervisor's."""
         self.groups: list[tuple[int, int]] = []
         """pid and start time of the ranks."""
+        self.cgroup: str | None = None
+        """The control group of the ranks, where there can be one."""
         self.launch_ends: float | None = None
         """While ranks are being forked: when the fence is due if this process does not get to say more."""
         self.extensions = os.pipe()
@@ -220,6 +222,8 @@ class Keeper:
             left = self._find_below()
             for process in left:
                 processes.kill(process, signal.SIGKILL)
+            if self.cgroup is not None:
+                cgroup.kill(self.cgroup)
             if now() >= self.kill_at + STUCK_NOTICE:
                 self._report_stuck(left)
         self.sweep_pause = min(SWEEP[1], self.sweep_pause * 1.5)
@@ -309,6 +313,8 @@ class Keeper:
             self.loop.turn(deadline)
         self.link.kill()
         self.guard.kill()
+        if self.cgroup is not None:
+            cgroup.remove(self.cgroup)
 
     # --- orders ---
 
@@ -348,7 +354,9 @@ class Keeper:
         boot = boot_id(self.generation.state)
         launch = self.generation.path / "started.json"
         # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
-        launching = {"stamp": now(), "boot_id": boot, "kernel": kernel_log.written(self.kernel), "pids": None}
+        self.cgroup = cgroup.make(self.generation.path)
+        kernel = kernel_log.written(self.kernel)
+        launching = {"stamp": now(), "boot_id": boot, "kernel": kernel, "cgroup": self.cgroup, "pids": None}
         write_json(launch, launching, durable=False)
         self.sockets.master.close()
         begins = min(ranks.EXEC_PATIENCE, self.order["fence_after"])
@@ -391,7 +399,7 @@ class Keeper:
         ends = self.lease.ends if self.lease is not None else self.launch_ends
         kill_at = self.kill_at if self.state == "stopping" else None
         may_run = self.launch_ends is not None
-        return guard.news_of(self.state, may_run, ends, kill_at, self.link.pid, self.groups)
+        return guard.news_of(self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup)
 
     # --- the supervisor ---
 

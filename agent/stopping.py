@@ -11,7 +11,7 @@ import socket
 import time
 from typing import BinaryIO
 
-from agent import processes, users
+from agent import cgroup, processes, users
 from agent.loop import parse
 from agent.protocol import Json, Order, Refused, line
 from agent.state import Generation, JobState
@@ -36,14 +36,13 @@ def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float
             try:
                 _end_keeper(generation)
             except Refused:  # it hangs in a write, say; what it keeps does not have to live as long
-                _kill_what_is_left(job, generation.groups, below, stuck_after)
+                _kill_what_is_left(job, [generation], below, stuck_after)
                 raise
         _end_supervisor(generation)
         if generation.started is not None:
             unproven.append(generation)
     if unproven:
-        groups = {pid: started for generation in unproven for pid, started in generation.groups.items()}
-        alive.update(_kill_what_is_left(job, groups, below, stuck_after))
+        alive.update(_kill_what_is_left(job, unproven, below, stuck_after))
     return sorted(alive)
 
 
@@ -141,9 +140,11 @@ def _order_of(rest: str) -> Order | None:
     return (int(submission), int(generation)) if submission.isdigit() and generation.isdigit() else None
 
 
-def _kill_what_is_left(job: JobState, groups: dict[int, int], below: Order, stuck_after: float) -> set[Order]:
-    """Kill until a whole look at /proc finds nobody."""
+def _kill_what_is_left(job: JobState, unproven: list[Generation], below: Order, stuck_after: float) -> set[Order]:
+    """Kill until a whole look at /proc, and at the control groups of these generations, finds nobody."""
     seen: set[Order] = set()
+    groups = {pid: started for generation in unproven for pid, started in generation.groups.items()}
+    cgroups = [(generation.order, folder) for generation in unproven if (folder := generation.cgroup) is not None]
 
     def wanted(rest: str) -> bool:
         order = _order_of(rest)
@@ -156,11 +157,19 @@ def _kill_what_is_left(job: JobState, groups: dict[int, int], below: Order, stuc
     pause = 0.005
     while True:
         left = processes.of_token(f"{job.namespace}/{job.job}/", wanted, str(job.state), groups)
+        for order, folder in cgroups:
+            members = cgroup.members(folder)
+            if members:
+                seen.add(order)
+                left += members
+                cgroup.kill(folder)
         if not left:
+            for _, folder in cgroups:
+                cgroup.remove(folder)
             return seen
         for process in left:
             processes.kill(process, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise _stuck(sorted(process.pid for process in left), stuck_after)
+            raise _stuck(sorted({process.pid for process in left}), stuck_after)
         time.sleep(pause)
         pause = min(0.1, pause * 2)

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Dict, Iterable, Tuple
 
-from agent import evidence, journal, kernel_log, processes, users
+from agent import cgroup, evidence, journal, kernel_log, processes, users
 from agent.faults import pass_by
 from agent.lease import Lease, PeerClocks, Vouchers, measure_standstill
 from agent.loop import Channel, Loop
@@ -198,12 +198,15 @@ class Supervisor:
 
     def _kill_what_is_left(self) -> list[int]:
         """Kill the ranks and all that they forked; return what would not die."""
-        groups = self.generation.groups
+        groups, folder = self.generation.groups, self.generation.cgroup
         deadline = time.monotonic() + KILLING
         while True:
+            if folder is not None:
+                cgroup.kill(folder)
             left = processes.of_token(self.token.text, lambda rest: rest == "", str(self.generation.state), groups)
+            left += cgroup.members(folder) if folder is not None else []
             if not left or time.monotonic() > deadline:
-                return [process.pid for process in left]
+                return sorted({process.pid for process in left})
             for process in left:
                 processes.kill(process, signal.SIGKILL)
             time.sleep(0.01)
