@@ -423,6 +423,8 @@ class Keeper:
             "seq": self.journal.synced,
             "alive": list(self.alive),
             "pids": list(self.alive.items()),
+            "guard": self.guard.pid,
+            "kill_at": self.kill_at if self.state == "stopping" else None,
             "handle": None if lease is None else lease.alive_until,
             "alive_until": None if lease is None else lease.ends,
             "leased_until": None if lease is None else lease.leased_until,

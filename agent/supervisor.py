@@ -28,6 +28,8 @@ PING = 2.0
 """Seconds between signs of life to the keeper."""
 KEEPER_SILENCE = 3.0
 """Seconds without an answer to a sign of life after which a keeper is called silent: it answers each at once."""
+OVERDUE = 0.5
+"""Seconds past the end of the last grace after which the guard should have killed what is left, and evidently has not."""
 COMPARE = 2.0
 """Seconds, at most, between two comparisons of clocks with the peers while a lease runs; a sixth of a lease if that is less."""
 LOOK = 0.5
@@ -102,6 +104,11 @@ class Supervisor:
         """pid by rank, of those that the keeper has not reaped."""
         self.lease: Lease | None = None
         """The keeper's, with what the keeper would have taken by now if it is stopped: the guard is told by this one."""
+        self.guard_pid = 0
+        self.kill_at: float | None = None
+        """While stopping: when the keeper sends SIGKILL."""
+        self.killed_at = 0.0
+        """When this process last did so in its place."""
         self.unanswered_since: float | None = None
         """When the sign of life was sent that the keeper has not answered."""
         self.alive_until: float | None = None
@@ -149,6 +156,7 @@ class Supervisor:
         self.alive_until = told["alive_until"]
         self.leased_until = told["leased_until"]
         self.renewed = told["renewed"]
+        self.guard_pid, self.kill_at = told["guard"], told["kill_at"]
         self.pids = {int(rank): pid for rank, pid in told["pids"]}
         if self.lease is not None and self.leased_until is not None:
             self.lease.set_times(self.leased_until, told["handle"], self.renewed)
@@ -337,6 +345,24 @@ class Supervisor:
             return None
         return now() - self.unanswered_since
 
+    @property
+    def _kill_due_at(self) -> float | None:
+        """When to kill what keeper and guard should have killed; None where there is nothing to kill."""
+        if self.link.closed or self.state not in ("running", "stopping"):
+            return None
+        ends = None if self.lease is None or self.lease.ends is None else self.lease.ends + float(self.order["stop_grace"])
+        due = ends if self.state == "running" else self.kill_at
+        return None if due is None else max(due + OVERDUE, self.killed_at + OVERDUE)
+
+    def _kill_for_keeper(self) -> None:
+        """Kill the ranks: both the keeper and the guard are stopped, or hang."""
+        self.link.hear_pending()
+        if self._kill_due_at is None or now() < self._kill_due_at:
+            return
+        self.killed_at = now()
+        for process in processes.descendants(os.getppid(), without=[os.getpid(), self.guard_pid]):
+            processes.kill(process, signal.SIGKILL)
+
     def _wake_keeper(self) -> None:
         """Send SIGCONT to a keeper that was stopped: until it goes on, ranks that end are not reported."""
         keeper = os.getppid()
@@ -372,6 +398,8 @@ class Supervisor:
         times = [self.pinged_at + PING]
         if self.leave_at is not None:
             times.append(self.leave_at)
+        if self._kill_due_at is not None:
+            times.append(self._kill_due_at)
         if self.peers.busy:
             times.append(now() + 0.2)
         if self._ask_at is not None:
@@ -397,6 +425,8 @@ class Supervisor:
             self.pinged_at = now()
             if not self.link.closed:
                 self._ping()
+        if self._kill_due_at is not None and now() >= self._kill_due_at:
+            self._kill_for_keeper()
         self.peers.expire()
         self._see_alone()
         if self._ask_at is not None and now() >= self._ask_at:

@@ -58,12 +58,15 @@ def test_ranks_of_a_stopped_keeper_die_at_their_fence(node: Node) -> None:
     assert ends == [(9, True), (9, True)], "whoever carried it out, the fence ended them"
 
 
-def test_ranks_of_a_stopped_keeper_and_supervisor_die_at_their_fence(node: Node) -> None:
-    pids = node.run(1, **SHORT)
+@pytest.mark.parametrize("helper", ["supervisor", "guard"])
+def test_ranks_of_a_stopped_keeper_and_another_die_at_their_fence(node: Node, helper: str) -> None:
+    pids = node.run(1, python(STUBBORN), **SHORT)
+    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
     node.watch().renew()
-    node.pid("guard")
-    with stopped(node.pid("supervisor"), node.pid("keeper")):
+    other, keeper = node.pid(helper), node.pid("keeper")
+    with stopped(other, keeper):
         eventually(lambda: are_gone(pids), "two stopped processes keep ranks alive")
+        assert state_of(keeper) == "T"
 
 
 def test_a_stopped_keeper_does_not_end_ranks_whose_lease_is_renewed(node: Node) -> None:
