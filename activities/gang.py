@@ -57,6 +57,8 @@ class NodeView:
     stream: WatchStream | None = None
     stamp: float | None = None
     """The newest that is not renewed from."""
+    stamped_at: float = 0.0
+    """By `read_boot_clock`, when that was received."""
     seq: int = 0
     steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class Gang:
         view = self._nodes[node]
         view.last_heard = read_boot_clock()
         if (heartbeat := line.get("heartbeat")) is not None:
-            view.stamp = float(heartbeat["stamp"])
+            view.stamp, view.stamped_at = float(heartbeat["stamp"]), read_boot_clock()
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)
             self._unspoken.discard(node)
@@ -209,16 +211,20 @@ class Gang:
 
     # --- leases
 
-    def stamps(self) -> dict[str, float]:
-        """Stamps of heartbeats that have arrived by now: only these may be renewed after the next acknowledgement."""
-        return {node: view.stamp for node, view in self._nodes.items() if view.stamp is not None and node not in self._not_renewed}
+    def stamps(self) -> dict[str, tuple[float, float]]:
+        """Stamps of heartbeats that have arrived by now, and when: only these may be renewed after the next acknowledgement."""
+        return {
+            node: (view.stamp, view.stamped_at)
+            for node, view in self._nodes.items()
+            if view.stamp is not None and node not in self._not_renewed
+        }
 
-    async def renew(self, stamps: Mapping[str, float]) -> None:
-        for node, stamp in stamps.items():
+    async def renew(self, stamps: Mapping[str, tuple[float, float]]) -> None:
+        for node, (stamp, stamped_at) in stamps.items():
             stream = self._nodes[node].stream
             if stream is not None:
                 try:
-                    await stream.renew(stamp)
+                    await stream.renew(stamp, round(read_boot_clock() - stamped_at, 3))
                 except BackendError:
                     continue  # its follower sees the broken connection and tries again
 

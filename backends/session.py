@@ -299,8 +299,8 @@ class AgentWatch:
             yield message["line"]
             within = self._silence
 
-    async def renew(self, stamp: float) -> None:
-        await self._link.send({"id": self._id, "send": {"renew": {"stamp": stamp}}})
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        await self._link.send({"id": self._id, "send": {"renew": {"stamp": stamp, "age": age}}})
 
 
 def _refusal(line: bytes) -> str:
