@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 
+from agent import folders
 from agent.protocol import Json, Order, Refused, Token
 
 KEPT_GENERATIONS = 10
@@ -36,34 +37,15 @@ def _machine_id() -> str:
     return socket.gethostname()
 
 
-def _own(folder: Path) -> None:
-    """Make a folder that only we can enter, or refuse one that is another's."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        _refuse(f"the state folder {folder} cannot be made: {error.strerror}")
-    if found.st_uid != os.geteuid():
-        _refuse(f"the state folder {folder} belongs to uid {found.st_uid}; expected uid {os.geteuid()}")
-    if found.st_mode & 0o077:
-        folder.chmod(0o700)
-
-
 def open_state() -> Path:
     """Return this node's state folder, made if need be."""
     given = os.environ.get("RELAUNCH_AGENT_STATE")
-    if given:
-        folder = Path(given)
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _refuse(f"the state folder {folder} cannot be made: {error.strerror}")
-    else:
-        parent = Path(f"/var/tmp/relaunch-{os.geteuid()}")
-        _own(parent)
-        folder = parent / _machine_id()
-    _own(folder)
-    return folder.resolve()
+    try:
+        if given:
+            return folders.open_given_folder(given).resolve()
+        return folders.choose_folder(_machine_id()).resolve()
+    except folders.FolderError as error:
+        _refuse(str(error))
 
 
 def boot_id(state: Path) -> str:
