@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from typing import Callable
 
 from agent import processes
@@ -74,8 +75,12 @@ class SupervisorLink:
         os.close(end)
         self._channel = Channel(self.loop, ours.detach(), self._hear, lambda: None)
         found = processes.look(self.pid)
-        if found is not None:
+        if found is None:
+            return
+        try:
             self.generation.write_identity("supervisor", self.pid, found.started)
+        except OSError as error:  # a full disk, or a folder that was removed: ranks live on
+            print(f"supervisor.json cannot be written: {error}", file=sys.stderr)
 
     def _hear(self, told: Json) -> None:
         self.heard_at = now()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import signal
 import time
 
-from agent import processes
+from agent import keepers, processes
 from agent.loop import parse
 from agent.protocol import Json, Order, Refused, line
 from agent.state import Generation, JobState
 
+RESTORE_TIMEOUT = 3.0
+"""Seconds for a keeper to make its files again: it is woken, and looks at once."""
 ACKNOWLEDGED = 1.0
 """Seconds for a keeper to take an order: it never waits for anything longer than an fsync, or it is frozen."""
 GOING = 2.0
@@ -23,21 +25,75 @@ def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float
     """Stop these generations, and every process of the job's tokens up to `below`; return those that were alive."""
     alive: set[Order] = set()
     unproven = []
+    groups: dict[int, int] = {}
     for generation in _not_proven_gone(orders):
+        recorded = await_records(generation)
         if generation.keeper_lives():
             confirmed = _ask_keeper(generation, grace, because)
             if confirmed is None or not confirmed["already"]:
                 alive.add(generation.order)
             if confirmed is not None:
                 continue  # nothing that a rank forked can be outside of what its subreaper sees; the keeper ends by itself
+            if not recorded:
+                groups.update(_list_groups_below(generation))
             _end_keeper(generation)
         _end_supervisor(generation)
-        if generation.started is not None:
+        if generation.started is not None or not recorded:
             unproven.append(generation)
     if unproven:
-        groups = {pid: started for generation in unproven for pid, started in generation.groups.items()}
+        groups.update({pid: started for generation in unproven for pid, started in generation.groups.items()})
         alive.update(_kill_what_is_left(job, groups, below, stuck_after))
     return sorted(alive)
+
+
+def find_living(job: JobState) -> list[Generation]:
+    """Return what lives here of a job whose records were removed; nothing where they are whole.
+
+    Keepers are found by the lock that they hold open, ranks by the token in their environment.
+    """
+    if job.is_recorded():
+        return []
+    orders = set(keepers.find_keepers(job.state, job.path.name))
+
+    def note(rest: str) -> bool:
+        order = _order_of(rest)
+        if order is not None:
+            orders.add(order)
+        return order is not None
+
+    processes.of_token(_token_prefix(job), note, str(job.state), {})
+    return [job.generation(order) for order in sorted(orders)]
+
+
+def await_records(generation: Generation) -> bool:
+    """Have a living keeper make its files again where they were removed; return whether they are there."""
+    if generation.is_recorded():
+        return True
+    deadline = time.monotonic() + RESTORE_TIMEOUT
+    while True:
+        keeper = generation.find_keeper()
+        if keeper is None:
+            return False
+        processes.kill(keeper, signal.SIGCONT)
+        processes.kill(keeper, signal.SIGCHLD)
+        time.sleep(0.02)
+        if generation.is_recorded() and (generation.path / "orders").exists():
+            return True
+        if time.monotonic() > deadline:
+            return False
+
+
+def _list_groups_below(generation: Generation) -> dict[int, int]:
+    """Return pid and start time of all that a keeper without records has caused to be."""
+    keeper = generation.find_keeper()
+    below = processes.descendants(keeper.pid) if keeper is not None else []
+    return {process.pid: process.started for process in below}
+
+
+def _identify_keeper(generation: Generation) -> tuple[int, int] | None:
+    identity = generation.identity("keeper")
+    keeper = generation.find_keeper() if identity is None else None
+    return (keeper.pid, keeper.started) if keeper is not None else identity
 
 
 def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
@@ -67,7 +123,7 @@ def _ask_keeper(generation: Generation, grace: float, because: str) -> Json | No
         if not generation.keeper_lives():
             return None
         if attempt == 0:  # somebody may have frozen it: woken, it still stops its ranks with grace
-            _signal(generation.identity("keeper"), signal.SIGCONT)
+            _signal(_identify_keeper(generation), signal.SIGCONT)
     return None
 
 
@@ -84,7 +140,7 @@ def _end_keeper(generation: Generation) -> None:
     """Kill a keeper that did not go when asked. Its ranks die with it."""
     deadline = time.monotonic() + GOING
     while generation.keeper_lives():
-        identity = generation.identity("keeper")
+        identity = _identify_keeper(generation)
         _signal(identity, signal.SIGKILL)
         if time.monotonic() > deadline:
             number = generation.order[1]
@@ -97,6 +153,10 @@ def _end_supervisor(generation: Generation) -> None:
     deadline = time.monotonic() + GOING
     while _signal(generation.identity("supervisor"), signal.SIGKILL) and time.monotonic() < deadline:
         time.sleep(0.002)
+
+
+def _token_prefix(job: JobState) -> str:
+    return f"{job.namespace}/{job.job}/"
 
 
 def _order_of(rest: str) -> Order | None:
@@ -118,7 +178,7 @@ def _kill_what_is_left(job: JobState, groups: dict[int, int], below: Order, stuc
     deadline = time.monotonic() + stuck_after
     pause = 0.005
     while True:
-        left = processes.of_token(f"{job.namespace}/{job.job}/", wanted, str(job.state), groups)
+        left = processes.of_token(_token_prefix(job), wanted, str(job.state), groups)
         if not left:
             return seen
         for process in left:

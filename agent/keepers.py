@@ -1,0 +1,75 @@
+"""Finds keepers by what the kernel knows of them: what was removed from the state folder does not hide one.
+
+A keeper holds the lock of its generation open for as long as it lives, and the name of that file,
+also of a removed one, tells of which job and generation it is.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Dict, Tuple
+
+from agent import processes
+from agent.folders import list_places
+
+NAMES = b"relaunch-"
+"""How the comm of a process of the agent begins."""
+_LOCK = "keeper.lock"
+_REMOVED = " (deleted)"
+
+
+def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process]:
+    """Return the living keepers of a job, by (submission, generation).
+
+    Args:
+        state: The state folder. A keeper that was started from another one of this node counts too.
+        key: Of the job: the name of its folder.
+    """
+    jobs = {os.path.join(place, "jobs", key) for place in list_places(str(state))}
+    found: Dict[Tuple[int, int], processes.Process] = {}
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        if pid == os.getpid() or not _is_of_the_agent(pid):
+            continue
+        orders = {order for folder, order in _list_held(pid) if folder in jobs}
+        process = processes.look(pid) if orders else None
+        if process is None or not process.lives:
+            continue
+        for order in orders:
+            # A rank that is forked and not executed yet holds what its keeper holds, and is younger.
+            known = found.get(order)
+            if known is None or process.started < known.started:
+                found[order] = process
+    return found
+
+
+def _is_of_the_agent(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return file.read().startswith(NAMES)
+    except OSError:
+        return False
+
+
+def _list_held(pid: int) -> list[Tuple[str, Tuple[int, int]]]:
+    """Return (folder of the job, order) of each keeper.lock that a process has open."""
+    held = []
+    try:
+        handles = os.listdir(f"/proc/{pid}/fd")
+    except OSError:  # it ended, or is another user's
+        return []
+    for handle in handles:
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{handle}")
+        except OSError:
+            continue
+        if target.endswith(_REMOVED):
+            target = target[: -len(_REMOVED)]
+        folder, name = os.path.split(target)
+        if name != _LOCK:
+            continue
+        job, generation = os.path.split(folder)
+        submission, _, number = generation.partition("-")
+        if submission.isdigit() and number.isdigit():
+            held.append((job, (int(submission), int(number))))
+    return held
