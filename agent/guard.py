@@ -14,7 +14,7 @@ from typing import Dict, List, Optional
 
 from agent import folders, processes
 from agent.protocol import Json, Token, now
-from agent.state import Generation, JobState, read_json, try_lock, write_json
+from agent.state import Generation, JobState, try_lock, write_json
 
 LOOK_INTERVAL = 2.0
 """Seconds between looks at whether everything is there: a dozen system calls."""
@@ -114,7 +114,7 @@ class FolderGuard:
         if own / "started.json" in missing and self.launch is not None:
             write_json(own / "started.json", self.launch, durable=False)
         self._relink_logs(alive)
-        self._must_reserve = self._must_reserve or self.job.path / "highest.json" in missing
+        self._must_reserve = True
         self.hold()
 
     def _relink_logs(self, alive: Dict[int, int]) -> None:
@@ -155,7 +155,7 @@ class FolderGuard:
             if highest.prepared is not None and highest.prepared > own:
                 self._must_reserve = False
                 return f"generation {highest.prepared[1]} was prepared while the records of this node were gone"
-            if read_json(self.job.path / "highest.json") is None or highest.prepared is None:
+            if highest.prepared is None:
                 self.job.reserve(prepared=own)
             self._must_reserve = False
             return None

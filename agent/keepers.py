@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Dict, Tuple
+from typing import Dict, List, Tuple
 
 from agent import processes
 from agent.folders import list_places
@@ -26,12 +26,16 @@ def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Proce
         state: The state folder. A keeper that was started from another one of this node counts too.
         key: Of the job: the name of its folder.
     """
-    jobs = {os.path.join(place, "jobs", key) for place in list_places(str(state))}
+    places = list_places(str(state))
+    jobs = {os.path.join(place, "jobs", key) for place in places}
     found: Dict[Tuple[int, int], processes.Process] = {}
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
         if pid == os.getpid() or not _is_of_the_agent(pid):
             continue
-        orders = {order for folder, order in _list_held(pid) if folder in jobs}
+        held = [one for one in _list_held(pid) if os.path.basename(one[0]) == key]
+        # What was moved before it was removed has the name of the place that it was moved to.
+        moved = any(folder not in jobs for folder, _ in held) and _is_of_this_node(pid, places)
+        orders = {order for folder, order in held if moved or folder in jobs}
         process = processes.look(pid) if orders else None
         if process is None or not process.lives:
             continue
@@ -51,7 +55,19 @@ def _is_of_the_agent(pid: int) -> bool:
         return False
 
 
-def _list_held(pid: int) -> list[Tuple[str, Tuple[int, int]]]:
+def _is_of_this_node(pid: int, places: List[str]) -> bool:
+    """Return whether a process was started with the state folder in its environment, or with none where ours is the default."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return False
+    prefix = b"RELAUNCH_AGENT_STATE="
+    given = [os.fsdecode(variable[len(prefix) :]) for variable in variables if variable.startswith(prefix)]
+    return os.path.realpath(given[0]) in places if given else len(places) > 1
+
+
+def _list_held(pid: int) -> List[Tuple[str, Tuple[int, int]]]:
     """Return (folder of the job, order) of each keeper.lock that a process has open."""
     held = []
     try:
