@@ -17,13 +17,13 @@ from typing import Any
 from agent import disk, journal, kernel_log, processes, ranks, supervisor
 from agent.faults import pass_by
 from agent.folders import FolderError
-from agent.guard import FolderGuard
 from agent.journal import Journal
 from agent.lease import Lease
 from agent.link import SupervisorLink
 from agent.loop import Channel, Loop
 from agent.protocol import Json, Refused, Token, now
 from agent.state import Generation, boot_id, write_json
+from agent.upkeep import FolderUpkeep
 
 IDLE = 5.0
 """Seconds between looks at the clock when nothing is due."""
@@ -81,7 +81,7 @@ class Keeper:
         self.journal = Journal(generation.journal, ranks=len(order["ranks"]))
         self.journal_due_at = 0.0
         """When to try again to write what the disk did not take."""
-        self.guard = FolderGuard(generation, token, order, lock)
+        self.upkeep = FolderUpkeep(generation, token, order, lock)
         self.state = "prepared"
         self.start_order: Json | None = None
         self.started: Json | None = None
@@ -128,7 +128,7 @@ class Keeper:
             os.read(waking, 4096)
         except BlockingIOError:
             pass
-        self.guard.due_at = 0.0  # a command that misses our files sends a signal, too
+        self.upkeep.due_at = 0.0  # a command that misses our files sends a signal, too
         self._reap()
 
     def _reap(self) -> None:
@@ -241,7 +241,7 @@ class Keeper:
             self._reap()
             self._sweep()
             self._publish()
-        if now() >= self.guard.due_at:
+        if now() >= self.upkeep.due_at:
             self._keep_folder()
         if self.journal.pending and now() >= self.journal_due_at:
             self._publish()
@@ -256,7 +256,7 @@ class Keeper:
             self._begin_stop(self.order["stop_grace"])
 
     def _next_deadline(self) -> float:
-        times = [now() + IDLE, self.link.next_deadline, self.guard.due_at]
+        times = [now() + IDLE, self.link.next_deadline, self.upkeep.due_at]
         if self.journal.pending:
             times.append(self.journal_due_at)
         if self.state == "prepared":
@@ -362,17 +362,17 @@ class Keeper:
             if not disk.is_full(error):
                 raise
             raise disk.refuse(self.generation.state, "no rank was started") from error
-        self.guard.launch = record
+        self.upkeep.launch = record
 
     # --- the folder ---
 
     def _keep_folder(self) -> None:
         """Make again what was removed from the folder; stop if the job has moved on meanwhile."""
-        missing = self.guard.find_missing()
+        missing = self.upkeep.find_missing()
         try:
             if missing:
                 self._restore(missing)
-            superseded = self.guard.reserve_again()
+            superseded = self.upkeep.find_successor()
         except (OSError, FolderError) as error:  # training goes on; the next look tries again
             print(f"the folder of this generation cannot be made again: {error}", file=sys.stderr)
             return
@@ -382,7 +382,7 @@ class Keeper:
 
     def _restore(self, missing: list[Path]) -> None:
         own = self.generation.path
-        self.guard.restore(missing, self.alive)
+        self.upkeep.restore(missing, self.alive)
         if self.generation.journal in missing:
             self.journal.restore(self.generation.journal)
         if own / "orders" in missing:

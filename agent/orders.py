@@ -84,16 +84,14 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
     generation = job.generation(token.order)
     with job.locked(LOCK_PATIENCE):
         living = find_living(job)
+        for each in living:
+            await_records(each)
         again = _refuse_lower(job, token, living)
-        if again:
-            await_records(generation)
         known = generation.given
         if again:
             if job.highest().boot_id not in (None, boot_id(state)):
                 raise _not_above(token, token.order, "it was prepared before this node rebooted, and may have been launched")
             if generation.keeper_lives() and known is not None:
-                if living:
-                    job.reserve(prepared=token.order)
                 return dict(known["answer"])
             if generation.keeper_lives() and not generation.is_recorded():
                 raise NoAnswer(f"generation {token.generation} lives, and its keeper has not written its records again")
@@ -218,12 +216,11 @@ def start(state: Path, order: Fields) -> Json:
     job = JobState.of(state, token)
     generation = job.generation(token.order)
     with job.locked(LOCK_PATIENCE):
-        living = find_living(job)
-        if living:
-            await_records(generation)
+        for each in find_living(job):
+            await_records(each)
         known = generation.given
         given = _start_order(order, len(known["ranks"]) if known else None)
-        if not _refuse_lower(job, token, living) or known is None:
+        if not _refuse_lower(job, token) or known is None:
             raise Refused("not_prepared", f"generation {token.generation} was not prepared on this node")
         launch = generation.started
         if launch is None and generation.keeper_lives():
@@ -262,6 +259,8 @@ def stop(state: Path, order: Fields) -> Json:
     job = JobState.of(state, token)
     with job.locked(LOCK_PATIENCE):
         living = find_living(job)
+        for each in living:
+            await_records(each)
         job.reserve(stopped=token.order)
         pass_by(state, "stop.reserved")
         known = _up_to(token.order, job.generations(), living)

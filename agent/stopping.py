@@ -77,7 +77,8 @@ def await_records(generation: Generation) -> bool:
         processes.kill(keeper, signal.SIGCONT)
         processes.kill(keeper, signal.SIGCHLD)
         time.sleep(0.02)
-        if generation.is_recorded() and (generation.path / "orders").exists():
+        names = ("orders", "../highest.json")
+        if generation.is_recorded() and all((generation.path / name).exists() for name in names):
             return True
         if time.monotonic() > deadline:
             return False

@@ -14,16 +14,14 @@ from typing import Dict, List, Optional
 
 from agent import folders, processes
 from agent.protocol import Json, Token, now
-from agent.state import Generation, JobState, try_lock, write_json
+from agent.state import Generation, JobState, read_json, try_lock, write_json
 
 LOOK_INTERVAL = 2.0
 """Seconds between looks at whether everything is there: a dozen system calls."""
-RETRY_INTERVAL = 0.2
-"""Seconds until the next look while another command has the job's lock."""
 SOCKETS = ("orders", "sock")
 
 
-class FolderGuard:
+class FolderUpkeep:
     def __init__(self, generation: Generation, token: Token, order: Json, lock: int) -> None:
         """`lock`: the handle of keeper.lock, which this process was born with."""
         self.generation = generation
@@ -36,7 +34,9 @@ class FolderGuard:
         self._held: Dict[Path, int] = {}
         self._logs: Dict[int, int] = {}
         """Handles of removed logs, by rank: what a rank prints can be read as long as this process lives."""
-        self._must_reserve = False
+        self._was_restored = False
+        self.highest = read_json(self.job.path / "highest.json")
+        """As it was when this generation was prepared."""
         self.hold()
 
     # --- held ---
@@ -114,7 +114,9 @@ class FolderGuard:
         if own / "started.json" in missing and self.launch is not None:
             write_json(own / "started.json", self.launch, durable=False)
         self._relink_logs(alive)
-        self._must_reserve = True
+        if self.job.path / "highest.json" in missing:
+            self._restore_highest()
+        self._was_restored = True
         self.hold()
 
     def _relink_logs(self, alive: Dict[int, int]) -> None:
@@ -135,29 +137,28 @@ class FolderGuard:
             self._logs[rank] = handle
             os.symlink(f"/proc/{os.getpid()}/fd/{handle}", log)
 
-    def reserve_again(self) -> Optional[str]:
-        """Write again what was prepared here; return why this generation may not live, if that is so.
+    def _restore_highest(self) -> None:
+        """Write again what was prepared here; what an order has written meanwhile stays.
 
-        An order has been carried out since highest.json was removed, or it has not: whoever holds the
-        job's lock knows, and is not waited for.
+        Not under the job's lock: an order that has it may wait for just this.
         """
-        if not self._must_reserve:
-            return None
-        lock = try_lock(self.job.path / "lock")
-        if lock is None:
-            self.due_at = now() + RETRY_INTERVAL
-            return None
+        path = self.job.path / "highest.json"
+        partial = path.with_name(".highest.json.restored")
+        write_json(partial, self.highest)
         try:
-            own, highest = self.generation.order, self.job.highest()
-            if highest.stopped is not None and highest.stopped >= own:
-                self._must_reserve = False
-                return f"generation {own[1]} was stopped while the records of this node were gone"
-            if highest.prepared is not None and highest.prepared > own:
-                self._must_reserve = False
-                return f"generation {highest.prepared[1]} was prepared while the records of this node were gone"
-            if highest.prepared is None:
-                self.job.reserve(prepared=own)
-            self._must_reserve = False
+            os.link(partial, path)
+        except FileExistsError:
+            pass
+        os.unlink(partial)
+
+    def find_successor(self) -> Optional[str]:
+        """Return why this generation may not live on, once, where an order was carried out without its records."""
+        if not self._was_restored:
             return None
-        finally:
-            os.close(lock)
+        self._was_restored = False
+        own, highest = self.generation.order, self.job.highest()
+        if highest.stopped is not None and highest.stopped >= own:
+            return f"generation {own[1]} was stopped while the records of this node were gone"
+        if highest.prepared is not None and highest.prepared > own:
+            return f"generation {highest.prepared[1]} was prepared while the records of this node were gone"
+        return None
