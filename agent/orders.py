@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Sequence, Union
 
-from agent import hold, keeper, peers, ranks, retention
+from agent import disk, hold, keeper, peers, ranks, retention
 from agent.faults import pass_by
 from agent.loop import parse
 from agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
@@ -99,6 +99,9 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
                 raise _not_above(token, token.order, "it was launched before, and a generation is launched once")
         with hold.shared(state, given["fleet"]):
             hold.refuse_other_fleet(state, given["fleet"], job.path)
+            disk.refuse_if_full(state, "nothing was prepared, and nothing was stopped")
+            disk.make_ballast(state)
+            job.make_spare()
             job.reserve(prepared=token.order)
             pass_by(state, "prepare.reserved")
             others = _up_to(token.order, job.generations(), living)
@@ -150,6 +153,7 @@ def _born(job: JobState, generation: Generation, token: Token, given: Json, stop
     }
     known = {**given, "valid_until": stamp + given["valid_for"], "answer": answer}
     write_json(generation.path / "order.json", known, durable=False)
+    generation.make_spares(len(given["ranks"]))
     keeper.sign(generation)
     pass_by(job.state, "prepare.forked")
     return Becoming(answer, lambda: keeper.become(generation, token, known, sockets, lock))
@@ -257,13 +261,39 @@ def stop(state: Path, order: Fields) -> Json:
     token = order.token()
     grace, stuck_after = order.number("stop_grace"), order.number("stuck_after")
     job = JobState.of(state, token)
-    with job.locked(LOCK_PATIENCE):
-        living = find_living(job)
-        for each in living:
-            await_records(each)
-        job.reserve(stopped=token.order)
-        pass_by(state, "stop.reserved")
-        known = _up_to(token.order, job.generations(), living)
-        stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
-        pass_by(state, "stop.killed")
-        return {"outcome": "done", "stopped": [list(one) for one in stopped]}
+
+    def carry_out() -> Json:
+        with job.locked(LOCK_PATIENCE):
+            known = _find_known(job, token)
+            job.reserve(stopped=token.order)
+            pass_by(state, "stop.reserved")
+            stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
+            pass_by(state, "stop.killed")
+            return {"outcome": "done", "stopped": [list(one) for one in stopped]}
+
+    try:
+        return carry_out()
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+    try:
+        if disk.release_ballast(state):
+            return carry_out()
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+    # Neither the spare nor the ballast was enough to forbid it for ever, which is no reason to let it live.
+    stop_all(job, _find_known(job, token), token.order, grace, stuck_after, "an order to stop came")
+    raise disk.refuse(
+        state,
+        f"generation {token.generation} of job {token.job} is stopped and nothing of it is left, "
+        "but that it may not start again could not be written",
+    )
+
+
+def _find_known(job: JobState, token: Token) -> list[Generation]:
+    """Return what an order to stop may mean: what is written here, and what lives without being written."""
+    living = find_living(job)
+    for each in living:
+        await_records(each)
+    return _up_to(token.order, job.generations(), living)

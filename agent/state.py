@@ -208,6 +208,12 @@ class Generation:
         """Return the living keeper of this generation, whatever has become of its files."""
         return keepers.find_keepers(self.state, self.path.parent.name).get(self.order)
 
+    def make_spares(self, ranks: int) -> None:
+        """Have room for what is written once ranks may live, also on a disk that is full by then."""
+        size = disk.SPARE_BYTES + 64 * ranks
+        disk.make_spare(self.path / "started.json", size)
+        disk.make_spare(self.path / "supervisor.json")
+
     def is_recorded(self) -> bool:
         """Whether the files are there that every preparation makes."""
         return all((self.path / name).exists() for name in ("order.json", "keeper.lock"))
@@ -306,6 +312,10 @@ class JobState:
             return False
         prepared = self.highest().prepared
         return prepared is None or self.generation(prepared).is_recorded()
+
+    def make_spare(self) -> None:
+        """Have room for the next order to stop, also on a disk that is full by then."""
+        disk.make_spare(self.path / "highest.json")
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:

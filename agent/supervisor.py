@@ -102,6 +102,8 @@ class Supervisor:
         self.observations: list[Json] = []
         self.kernel = kernel
         self.kernel_reading: Json | None = None
+        self.untaken: list[Json] = []
+        """What we said of the keeper's end ourselves and a full disk did not take."""
         self.synced = 0
         """Up to which number the disk has them, as far as the keeper has said."""
         self.watchers: list[Watcher] = []
@@ -169,7 +171,8 @@ class Supervisor:
             record = journal.Journal(self.generation.journal)
             record.append(("KeeperDied", {"because": because}))
             record.close()
-            self.observations = journal.read(self.generation.journal)
+            self.untaken = record.pending
+            self.observations = [*journal.read(self.generation.journal), *self.untaken]
         self.synced = len(self.observations)
         self.state, self.alive, self.leased_until = "gone", [], None
         self._send_news()
@@ -241,7 +244,8 @@ class Supervisor:
 
     def _send_news(self) -> None:
         """Send what the journal has for good and each watcher has not."""
-        self.observations = journal.read(self.generation.journal)[: self.synced]
+        written = journal.read(self.generation.journal)
+        self.observations = [*written, *self.untaken][: self.synced]
         if self.kernel_reading is None and kernel_log.asked_for(self.observations):  # now, whether or not anybody watches
             self.kernel_reading = kernel_log.reading_of(self.generation, self.kernel)
         for watcher in list(self.watchers):

@@ -143,6 +143,9 @@ class FolderUpkeep:
         Not under the job's lock: an order that has it may wait for just this.
         """
         path = self.job.path / "highest.json"
+        if self.highest is None:
+            self.job.reserve(prepared=self.generation.order)
+            return
         partial = path.with_name(".highest.json.restored")
         write_json(partial, self.highest)
         try:

@@ -153,8 +153,9 @@ class Watch:
             if vanished is not None:
                 record = journal.Journal(self.generation.journal)
                 record.append(("RanksVanished", vanished))
+                # On a full disk it is told all the same: the next look comes to the same, by the same number.
                 record.close()
-                observations = journal.read(self.generation.journal)
+                observations = [*journal.read(self.generation.journal), *record.pending]
         if not self.greeted:
             boot = boot_id(self.generation.state)
             hello = {"token": self.token.json, "boot_id": boot, "state": "gone", "ranks": self.ranks, "stamp": now()}
