@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from agent.protocol import Refused
@@ -24,6 +25,14 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 # Python 3.8 knows posix_fallocate alone, which changes the size.
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def log(text: str) -> None:
+    """Write a line to stderr, which is the log of a keeper. A disk that does not take it loses it."""
+    try:
+        os.write(2, f"{text}\n".encode())
+    except OSError:  # nothing else could say so
+        pass
 
 
 def is_full(error: OSError) -> bool:
@@ -79,9 +88,21 @@ def _spare_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.spare")
 
 
+def _second_spare_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.spare2")
+
+
 def make_spare(path: Path, size: int = SPARE_BYTES) -> None:
-    """Have allocated blocks beside a file, so that it can be replaced on a full disk."""
-    spare = _spare_of(path)
+    """Have allocated blocks beside a file, so that it can be replaced on a full disk.
+
+    Where the file is not there yet, its first writing takes one spare, and leaves none behind.
+    """
+    _allocate(_spare_of(path), size)
+    if not path.exists():
+        _allocate(_second_spare_of(path), size)
+
+
+def _allocate(spare: Path, size: int) -> None:
     try:
         if os.stat(spare).st_blocks * 512 >= size:
             return
@@ -124,6 +145,8 @@ def write_into_spare(path: Path, data: bytes, durable: bool) -> bool:
         os.link(path, previous)
     except OSError:  # there is none yet, or no room for its name: the spare is used up
         os.replace(spare, path)
+        with suppress(FileNotFoundError):
+            os.replace(_second_spare_of(path), spare)
         return True
     os.replace(spare, path)
     os.replace(previous, spare)

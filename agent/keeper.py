@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -340,7 +339,7 @@ class Keeper:
             try:
                 self._record_launch({**launching, "stamp": now(), "refused": refused.answer})
             except Refused as unwritten:  # that it was tried is written, and it is not tried again
-                print(unwritten.answer["because"], file=sys.stderr)
+                disk.log(unwritten.answer["because"])
             self.state, self.leaving, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
             self._sweep()
@@ -374,7 +373,7 @@ class Keeper:
                 self._restore(missing)
             superseded = self.upkeep.find_successor()
         except (OSError, FolderError) as error:  # training goes on; the next look tries again
-            print(f"the folder of this generation cannot be made again: {error}", file=sys.stderr)
+            disk.log(f"the folder of this generation cannot be made again: {error}")
             return
         if superseded is not None:
             self.leaving = True

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from typing import Callable
 
-from agent import processes
+from agent import disk, processes
 from agent.loop import Channel, Loop
 from agent.protocol import Json, now
 from agent.state import Generation
@@ -80,7 +79,7 @@ class SupervisorLink:
         try:
             self.generation.write_identity("supervisor", self.pid, found.started)
         except OSError as error:  # a full disk, or a folder that was removed: ranks live on
-            print(f"supervisor.json cannot be written: {error}", file=sys.stderr)
+            disk.log(f"supervisor.json cannot be written: {error}")
 
     def _hear(self, told: Json) -> None:
         self.heard_at = now()

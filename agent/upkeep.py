@@ -8,11 +8,10 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import Dict, List, Optional
 
-from agent import folders, processes
+from agent import disk, folders, processes
 from agent.protocol import Json, Token, now
 from agent.state import Generation, JobState, read_json, try_lock, write_json
 
@@ -92,7 +91,7 @@ class FolderUpkeep:
             OSError, folders.FolderError: It cannot be done now.
         """
         own = self.generation.path
-        print(f"removed while this generation lives, made again: {', '.join(map(str, missing))}", file=sys.stderr)
+        disk.log(f"removed while this generation lives, made again: {', '.join(map(str, missing))}")
         for path in self._list_folders():
             if path not in (self.generation.state, self.generation.state.parent):
                 path.mkdir(mode=0o700, exist_ok=True)

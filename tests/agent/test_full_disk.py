@@ -156,6 +156,25 @@ def test_a_launch_that_was_prepared_in_time_is_started_or_refused_in_words(full_
 
 
 @needs_mount
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_launch_for_which_nothing_is_reserved_is_refused_in_words(full_node: Node, small_disk: SmallDisk, left: int) -> None:
+    full_node.prepare(1)
+    full_node.pid("supervisor")
+    spares = sorted(full_node.folder().glob(".started.json.spare*"))
+    for spare in spares[left:]:
+        spare.unlink()
+    small_disk.fill()
+    answer = full_node.start(1)
+    assert refusal(answer) == "disk_full"
+    eventually(lambda: [pid for pid in full_node.processes() if _is_sleep(pid)] == [])
+    done(full_node.stop(1))
+
+
+def _is_sleep(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+
+
+@needs_mount
 def test_a_supervisor_is_replaced_on_a_full_disk(full_node: Node, small_disk: SmallDisk) -> None:
     pids = full_node.run(1)
     old = full_node.pid("supervisor")
