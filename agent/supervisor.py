@@ -13,7 +13,7 @@ import socket
 import time
 from typing import Dict, Iterable, Tuple
 
-from agent import evidence, journal, kernel_log, processes
+from agent import evidence, journal, kernel_log, processes, retention
 from agent.faults import pass_by
 from agent.lease import Vouchers
 from agent.loop import Channel, Loop
@@ -319,6 +319,7 @@ class Supervisor:
         if now() >= self.pinged_at + PING:
             self.pinged_at = now()
             self.link.send({"alive": True})
+            retention.cut_live_logs(self.generation)
         self.peers.expire()
         if self._ask_at is not None and now() >= self._ask_at:
             self.asked_at = now()
