@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List, Optional
 
 PERSISTENT_ROOT = Path("/var/lib")
 """No program removes what is old here. Only root can make a folder in it."""
@@ -48,17 +48,27 @@ def list_places(state: str) -> List[str]:
     return [os.path.join(candidate, name) for candidate in candidates]
 
 
-def choose_folder(name: str) -> Path:
+def choose_folder(name: str, find_used: Callable[[List[str]], Optional[str]] = lambda places: None) -> Path:
     """Return the state folder of this node among the candidates, made where there is none yet.
 
     The first candidate that holds state already wins, whatever else has become possible since:
     two sessions must agree, and state is never left behind while ranks of it may live. Otherwise
-    it is the first one that can be made.
+    it is the one that processes use from which it was removed, else the first one that can be made.
+
+    Args:
+        name: Of the node, among those that may share the candidates.
+        find_used: Given state folders, returns the one that living processes were started from.
     """
     candidates = list_candidates(os.geteuid())
     for candidate in candidates:
         if _is_own(candidate) and _is_own(candidate / name):
             return secure_folder(secure_folder(candidate) / name)
+    used = find_used(list_places(os.path.join(os.path.realpath(candidates[0]), name)))
+    if used is not None:
+        try:
+            return secure_folder(secure_folder(Path(used).parent) / name)
+        except FolderError:  # another user took its place; orders look for processes in all places
+            pass
     reasons = []
     for candidate in candidates:
         if candidate.parent == PERSISTENT_ROOT:

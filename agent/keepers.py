@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from agent import processes
 from agent.folders import list_places
@@ -45,6 +45,25 @@ def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Proce
             if known is None or process.started < known.started:
                 found[order] = process
     return found
+
+
+def find_used_place(places: List[str]) -> Optional[str]:
+    """Return the state folder among these that a living keeper or rank was started from."""
+    variables = {b"RELAUNCH_NODE_STATE=" + os.fsencode(place): place for place in places}
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        if _is_of_the_agent(pid):
+            for folder, _ in _list_held(pid):
+                place = os.path.dirname(os.path.dirname(folder))
+                if place in places:
+                    return place
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                named = variables.keys() & set(file.read().split(b"\0"))
+        except OSError:
+            continue
+        if named:
+            return variables[named.pop()]
+    return None
 
 
 def _is_of_the_agent(pid: int) -> bool:

@@ -43,7 +43,7 @@ def open_state() -> Path:
     try:
         if given:
             return folders.open_given_folder(given).resolve()
-        return folders.choose_folder(_machine_id()).resolve()
+        return folders.choose_folder(_machine_id(), keepers.find_used_place).resolve()
     except folders.FolderError as error:
         _refuse(str(error))
 
@@ -320,13 +320,15 @@ class JobState:
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
         """Hold the job's lock; raise TimeoutError when another command holds it for longer than `patience`."""
-        (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
         deadline = time.monotonic() + patience
         while True:
+            (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
             lock = try_lock(self.path / "lock")
-            if lock is not None:
+            if lock is not None and self._is_in_place(lock):
                 break
+            if lock is not None:
+                os.close(lock)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another command holds {self.path / 'lock'}")
             time.sleep(0.005)
@@ -334,3 +336,10 @@ class JobState:
             yield
         finally:
             os.close(lock)
+
+    def _is_in_place(self, lock: int) -> bool:
+        """Return whether a lock is still the one that others find: its file may have been removed meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(lock), os.stat(self.path / "lock"))
+        except FileNotFoundError:
+            return False

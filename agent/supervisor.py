@@ -158,6 +158,8 @@ class Supervisor:
         if self.state == "gone":
             return
         started = self.generation.started
+        if started is None and self.progress:  # it was removed: we were told of the launch
+            self._kill_what_is_left()
         if started is None or started.get("refused"):
             self.leave_at = now()
             return

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent import folders
+from agent import folders, keepers
 from agent.protocol import Refused
 from agent.state import open_state
 from backends.ssh import bootstrap
@@ -120,6 +120,17 @@ def test_the_places_of_one_node_are_all_its_candidates(roots: tuple[Path, Path],
     assert len(places) == 2 + folders.MAX_ALTERNATIVES
     assert places[:2] == [str(roots[0] / name / "m1"), str(roots[1] / name / "m1")]
     assert folders.list_places("/elsewhere/m1") == ["/elsewhere/m1"]
+
+
+def test_state_that_was_removed_whole_comes_back_where_its_ranks_know_it(roots: tuple[Path, Path], name: str) -> None:
+    old = roots[1] / name / "m1"
+    environment = {**os.environ, "RELAUNCH_NODE_STATE": str(old)}
+    with subprocess.Popen(["sleep", "1000"], env=environment) as rank:
+        try:
+            assert folders.choose_folder("m1", keepers.find_used_place) == old
+            assert folders.choose_folder("m2", keepers.find_used_place) == roots[0] / name / "m2"
+        finally:
+            rank.kill()
 
 
 def test_the_bootstrap_and_the_checks_know_the_same_places() -> None:
