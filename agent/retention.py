@@ -26,7 +26,7 @@ LOOKED = "tidied"
 PAUSE = 60.0
 """Seconds between two looks: a launch waits for each, a tenth of a millisecond for each generation."""
 MIN_KEPT_BYTES = 64 * 1024
-"""Of the end of a log that lives: what is told of a launcher that fails is as long."""
+"""Of the end of a log that lives: what a launcher that fails has printed last is as long."""
 PAGE_BYTES = 4096
 PATIENCE = 1.0
 """Seconds for removing; what is left then is for the next launch."""
@@ -159,5 +159,5 @@ def find_kept(handle: int, offset: int) -> int:
     """Return where a log goes on at or after an offset: further on where its beginning was given up."""
     try:
         return max(offset, os.lseek(handle, 0, os.SEEK_DATA))
-    except OSError:  # there is no data at all, or the file system cannot say
+    except OSError:  # it is empty, or the file system cannot say
         return offset

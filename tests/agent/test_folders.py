@@ -72,7 +72,7 @@ def test_a_name_that_another_user_took_first_stops_no_order(roots: tuple[Path, P
     (roots[1] / f"{name}.1").symlink_to(target)
     chosen = roots[1] / f"{name}.2" / "m1"
     assert folders.choose_folder("m1") == chosen
-    assert list(target.iterdir()) == [], "a link is not followed, whoever made it"
+    assert list(target.iterdir()) == [], "a link is not followed"
     shutil.rmtree(roots[1] / name)
     assert folders.choose_folder("m1") == chosen, "the name is free, and ranks may live in the other"
 
@@ -154,7 +154,7 @@ done
 @needs_root
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
 def test_a_user_whose_folder_another_made_first_is_served(tmp_path: Path, agent: Path) -> None:
-    """The whole agent as a plain user, in a mount namespace with a /var/lib and /var/tmp of its own."""
+    """The whole agent as a plain user, in a mount namespace that has its own /var/lib and /var/tmp."""
     if subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("mount namespaces cannot be made here")
     script = TAKEN.format(own=OWN_UID, other=OTHER_UID, agent=f"{sys.executable} -S -")
