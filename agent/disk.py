@@ -18,7 +18,7 @@ MIN_FREE_BYTES = 1024 * 1024
 """What a generation needs beside its logs, several times over."""
 MIN_FREE_INODES = 64
 BALLAST_NAME = "ballast"
-BALLAST_BYTES = 128 * 1024
+BALLAST_BYTES = 64 * 1024
 SPARE_BYTES = 4096
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2

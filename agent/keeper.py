@@ -119,6 +119,7 @@ class Keeper:
             self.loop.turn(self._next_deadline())
             self._tick()
         self._farewell()
+        self.journal.close()  # the room that it did not need
 
     # --- what happens ---
 

@@ -67,21 +67,24 @@ def find_living(job: JobState) -> list[Generation]:
 
 def await_records(generation: Generation) -> bool:
     """Have a living keeper make its files again where they were removed; return whether they are there."""
-    if generation.is_recorded():
+    if _is_whole(generation):
         return True
     deadline = time.monotonic() + RESTORE_TIMEOUT
-    while True:
+    while time.monotonic() < deadline:
         keeper = generation.find_keeper()
         if keeper is None:
-            return False
+            break
         processes.kill(keeper, signal.SIGCONT)
         processes.kill(keeper, signal.SIGCHLD)
         time.sleep(0.02)
-        names = ("orders", "../highest.json")
-        if generation.is_recorded() and all((generation.path / name).exists() for name in names):
-            return True
-        if time.monotonic() > deadline:
-            return False
+        if _is_whole(generation):
+            break
+    return generation.is_recorded()
+
+
+def _is_whole(generation: Generation) -> bool:
+    found = [(generation.path / name).exists() for name in ("orders", "../highest.json")]
+    return all(found) and generation.is_recorded()
 
 
 def _list_groups_below(generation: Generation) -> dict[int, int]:
