@@ -53,11 +53,11 @@ def choose_folder(name: str, find_used: Callable[[List[str]], Optional[str]] = l
 
     The first candidate that holds state already wins, whatever else has become possible since:
     two sessions must agree, and state is never left behind while ranks of it may live. Otherwise
-    it is the one that processes use from which it was removed, else the first one that can be made.
+    it is the one that a living keeper uses, from which it was removed, else the first one that can be made.
 
     Args:
         name: Of the node, among those that may share the candidates.
-        find_used: Given state folders, returns the one that living processes were started from.
+        find_used: Given state folders, returns the one that a living keeper was started from.
     """
     candidates = list_candidates(os.geteuid())
     for candidate in candidates:

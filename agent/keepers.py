@@ -48,21 +48,12 @@ def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Proce
 
 
 def find_used_place(places: List[str]) -> Optional[str]:
-    """Return the state folder among these that a living keeper or rank was started from."""
-    variables = {b"RELAUNCH_NODE_STATE=" + os.fsencode(place): place for place in places}
+    """Return the state folder among these that a living keeper was started from."""
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-        if _is_of_the_agent(pid):
-            for folder, _ in _list_held(pid):
-                place = os.path.dirname(os.path.dirname(folder))
-                if place in places:
-                    return place
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                named = variables.keys() & set(file.read().split(b"\0"))
-        except OSError:
-            continue
-        if named:
-            return variables[named.pop()]
+        for folder, _ in _list_held(pid) if _is_of_the_agent(pid) else ():
+            place = os.path.dirname(os.path.dirname(folder))
+            if place in places:
+                return place
     return None
 
 

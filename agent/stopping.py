@@ -8,11 +8,13 @@ from __future__ import annotations
 import signal
 import time
 
-from agent import keepers, processes
+from agent import keepers, processes, tools
 from agent.loop import parse
 from agent.protocol import Json, Order, Refused, line
 from agent.state import Generation, JobState
 
+SCAN_TIMEOUT = 2.0
+"""Seconds to read the environment of every process: a busy machine with thousands takes a tenth."""
 RESTORE_TIMEOUT = 3.0
 """Seconds for a keeper to make its files again: it is woken, and looks at once."""
 ACKNOWLEDGED = 1.0
@@ -54,6 +56,18 @@ def find_living(job: JobState) -> list[Generation]:
     if job.is_recorded():
         return []
     orders = set(keepers.find_keepers(job.state, job.path.name))
+    if orders or job.generations():
+        orders |= _find_ranks(job)
+    else:
+        # Most likely the first launch of a job. To read the environment of a process waits for that
+        # process's memory: one that hangs in the kernel must not keep this node from every launch.
+        answer = tools.bounded(lambda: {"orders": sorted(_find_ranks(job))}, SCAN_TIMEOUT)
+        orders = {(submission, number) for submission, number in (answer or {"orders": []})["orders"]}
+    return [job.generation(order) for order in sorted(orders)]
+
+
+def _find_ranks(job: JobState) -> set[Order]:
+    orders: set[Order] = set()
 
     def note(rest: str) -> bool:
         order = _order_of(rest)
@@ -62,7 +76,7 @@ def find_living(job: JobState) -> list[Generation]:
         return order is not None
 
     processes.of_token(_token_prefix(job), note, str(job.state), {})
-    return [job.generation(order) for order in sorted(orders)]
+    return orders
 
 
 def await_records(generation: Generation) -> bool:
