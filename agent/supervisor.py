@@ -340,7 +340,9 @@ class Supervisor:
         watcher.channel.send({"heartbeat": heartbeat})
 
     def _find_alive(self) -> list[int]:
-        """Ranks that live. A keeper that is stopped reaps none, so the kernel is asked."""
+        """Ranks that live, by the keeper's word, which comes after that of their exits; where it is silent, by the kernel's too."""
+        if self._keeper_silence is None:
+            return self.alive
         found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
         return [rank for rank in self.alive if rank in found and (process := found[rank]) is not None and process.lives]
 
