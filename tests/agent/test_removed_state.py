@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from real_node import Node, alive, done, eventually, python, refusal, token
 
+HELPERS = ("supervisor", "guard")
+"""Processes beside a keeper, as the files of their identities are called."""
 PRINTS = python("import time\nwhile True:\n  print('step', flush=True); time.sleep(0.05)")
 
 
@@ -112,10 +114,11 @@ def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -
     away = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
     node.run(1, python(away), ranks=1)
     sleeping = eventually(lambda: [pid for pid in node.processes() if _is_sleep(pid)])
-    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
-    os.kill(supervisor, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
-    os.kill(supervisor, signal.SIGKILL)
+    node.pid("supervisor")
+    helpers = [json.loads(path.read_text())["pid"] for path in node.folder().glob("*.json") if path.stem in HELPERS]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # each ends what is left when another dies
+        for pid in [*helpers, node.pid("keeper")]:
+            os.kill(pid, number)
     remove_records(node)
     assert refusal(node.prepare(1)) == "not_above", "it was launched, and is not launched again"
     assert all(map(alive, sleeping))
