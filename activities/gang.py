@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from activities.observations import MESSAGE_LIMIT, observations_from
 from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
-from backends.base import BackendError, WatchStream
+from backends.base import BackendError, ProtocolError, WatchStream
 from recovery.diagnose import is_root
 from recovery.events import (
     CancelRequested,
@@ -39,6 +39,8 @@ MOST_OBSERVATIONS = 16
 """That travel; a gang of thousands fails as one, and a report must stay below 256 KiB."""
 MOST_WORDS = 192 * 1024
 """Bytes of JSON for what ranks wrote and printed, in one report."""
+GOOD_BEATS = 3
+"""Heartbeats in a row after which a node that said what makes no sense counts as answering again."""
 SLOWEST_NAMED = 16
 TOO_LONG = "left out: the report would be too long"
 
@@ -52,6 +54,9 @@ class NodeView:
     """CLOCK_MONOTONIC; None while connected."""
     because: str = ""
     reported_lost: bool = False
+    misbehaves: bool = False
+    """It said what makes no sense: it counts as silent, and is not renewed, until it has made sense for a while."""
+    good_beats: int = 0
     stream: WatchStream | None = None
     stamp: float | None = None
     """The newest that is not renewed from."""
@@ -95,8 +100,26 @@ class Gang:
 
     def connected(self, node: str, stream: WatchStream) -> None:
         view = self._nodes[node]
-        view.stream, view.silent_since = stream, None
+        view.stream, view.good_beats = stream, 0
         view.last_heard = datetime.now(UTC)
+
+    def misbehaved(self, node: str, because: str) -> bool:
+        """Take in that a node said what makes no sense: it is as good as silent, whatever it says in between.
+
+        Return whether that is news.
+        """
+        view = self._nodes[node]
+        is_news = not view.misbehaves or view.because != because
+        view.misbehaves = True
+        self.disconnected(node, because)
+        return is_news
+
+    def _answers(self, node: str) -> None:
+        """Take in that a node speaks, and makes sense."""
+        view = self._nodes[node]
+        if view.misbehaves and view.good_beats < GOOD_BEATS:
+            return
+        view.misbehaves, view.silent_since = False, None
         if view.reported_lost:
             view.reported_lost = False
             self._returned.append(node)
@@ -114,11 +137,19 @@ class Gang:
         return self._nodes[node].seq
 
     def line(self, node: str, line: Mapping[str, Any]) -> None:
+        """Take in a line of a watch, as `parse_watch_line` returns it.
+
+        Raises:
+            ProtocolError: it speaks of ranks that are not this node's.
+        """
         now = datetime.now(UTC)
         view = self._nodes[node]
         view.last_heard = now
         if (heartbeat := line.get("heartbeat")) is not None:
+            self._check_ranks(node, map(int, heartbeat.get("progress") or ()))
             view.stamp = float(heartbeat["stamp"])
+            view.good_beats += 1
+            self._answers(node)
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)
             self._unspoken.discard(node)
@@ -132,16 +163,38 @@ class Gang:
             seq = int(raw["seq"])
             if seq <= view.seq:
                 return
-            view.seq = seq
             if raw.get("kind") == "StoppedByUser":
+                view.seq = seq
                 self._cancelled = CancelRequested(str(raw.get("because") or "")[:MESSAGE_LIMIT], str(raw.get("by") or ""))
                 self._news.set()
                 return
-            for observation in observations_from(node, raw, now):
+            told = observations_from(node, raw, now)
+            self._check_ranks(node, (one.rank for one in told if isinstance(one, RankExited)))
+            view.seq = seq
+            self._answers(node)
+            for observation in told:
                 self.observed(node, observation)
+        elif "end" in line:
+            self._answers(node)
+
+    def _check_ranks(self, node: str, ranks: Iterable[int]) -> None:
+        first, world = self.input.first_rank, self.input.world_size
+        if first is None:
+            return
+        count = self.input.ranks_per_node
+        first += self.input.nodes.index(node) * count
+        for rank in ranks:
+            # A launcher, which is counted behind all ranks, may number those below it as it likes.
+            if not (first <= rank < first + count or (first >= world and rank < world)):
+                raise ProtocolError(
+                    node,
+                    f"it speaks of rank {rank}, expected {first} to {first + count - 1}",
+                )
 
     def observed(self, node: str, observation: Observation) -> None:
         if isinstance(observation, RankExited):
+            if self._nodes[node].exited.get(observation.rank) is False:
+                return  # a rank ends once
             self._nodes[node].exited[observation.rank] = not observation.failed
             if not observation.failed:
                 self._first_success = self._first_success or time.monotonic()
@@ -177,7 +230,7 @@ class Gang:
             value
             for view in self._nodes.values()
             # A node that has not beaten lately is silent, not slow: its last word says nothing about now.
-            if now - view.last_heard <= STALE_AFTER * self.input.timeouts.heartbeat
+            if not view.misbehaves and now - view.last_heard <= STALE_AFTER * self.input.timeouts.heartbeat
             for rank, value in view.steps.items()
             if rank not in view.exited and not self._all_exited(view)
         ]
@@ -207,7 +260,7 @@ class Gang:
 
     def stamps(self) -> dict[str, float]:
         """Stamps of heartbeats that have arrived by now: only these may be renewed after the next acknowledgement."""
-        return {node: view.stamp for node, view in self._nodes.items() if view.stamp is not None}
+        return {node: view.stamp for node, view in self._nodes.items() if view.stamp is not None and not view.misbehaves}
 
     async def renew(self, stamps: Mapping[str, float]) -> None:
         for node, stamp in stamps.items():
@@ -232,7 +285,7 @@ class Gang:
 
     def heartbeat(self) -> WatchHeartbeat:
         first = next((view for view in self._nodes.values() if view.values), None)
-        silent = tuple(node for node, view in self._nodes.items() if view.stream is None)
+        silent = tuple(node for node, view in self._nodes.items() if view.stream is None or view.misbehaves)
         return WatchHeartbeat(
             generation=self.generation,
             step=self._pace.step,
@@ -298,7 +351,9 @@ class Gang:
         """Nodes that have not spoken lately and are not reported lost, and for how long."""
         now = datetime.now(UTC)
         ages = {node: now - view.last_heard for node, view in self._nodes.items() if not view.reported_lost}
-        return tuple((node, age) for node, age in ages.items() if age > STALE_AFTER * self.input.timeouts.heartbeat)[:SLOWEST_NAMED]
+        stale = STALE_AFTER * self.input.timeouts.heartbeat
+        silent = [(node, age) for node, age in ages.items() if age > stale or self._nodes[node].misbehaves]
+        return tuple(silent)[:SLOWEST_NAMED]
 
     def _all_succeeded(self) -> bool:
         return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
