@@ -175,10 +175,10 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
     )
 
 
-def _first_rank(job: JobState, node: str) -> int:
-    """Return the number of the first process of a node, which is the first of its shard."""
-    names = [slot.node for slot in job.slots]
-    return processes_of(names.index(node), job.spec)[0]
+def _first_rank(job: JobState, node: str) -> int | None:
+    """Return the number of the first process of a node, which is the first of its shard; None: it has left the job."""
+    groups = (group for group, slot in enumerate(job.slots) if slot.node == node)
+    return next((processes_of(group, job.spec)[0] for group in groups), None)
 
 
 async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:

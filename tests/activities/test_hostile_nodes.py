@@ -14,7 +14,7 @@ from temporalio.client import Client
 from activities import gang as gang_module
 from activities.fleet import FleetActivities, LookInput
 from activities.job import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
-from backends.base import PrepareOrder, Prepared, Refused
+from backends.base import Prepared, PrepareOrder, Refused
 from backends.simulated import Exit, Script, SimulatedBackend
 from recovery.events import FaultObserved, NodeReturned, NodeUnreachable
 from recovery.model import Token
