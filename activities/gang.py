@@ -114,7 +114,7 @@ class Gang:
         self.disconnected(node, because)
         return is_news
 
-    def _answers(self, node: str) -> None:
+    def _note_answer(self, node: str) -> None:
         """Take in that a node speaks, and makes sense."""
         view = self._nodes[node]
         if view.misbehaves and view.good_beats < GOOD_BEATS:
@@ -149,7 +149,7 @@ class Gang:
             self._check_ranks(node, map(int, heartbeat.get("progress") or ()))
             view.stamp = float(heartbeat["stamp"])
             view.good_beats += 1
-            self._answers(node)
+            self._note_answer(node)
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)
             self._unspoken.discard(node)
@@ -171,11 +171,11 @@ class Gang:
             told = observations_from(node, raw, now)
             self._check_ranks(node, (one.rank for one in told if isinstance(one, RankExited)))
             view.seq = seq
-            self._answers(node)
+            self._note_answer(node)
             for observation in told:
                 self.observed(node, observation)
         elif "end" in line:
-            self._answers(node)
+            self._note_answer(node)
 
     def _check_ranks(self, node: str, ranks: Iterable[int]) -> None:
         first, world = self.input.first_rank, self.input.world_size

@@ -457,17 +457,17 @@ def reduce_error(raw: object) -> dict[str, Any] | None:
         return {"unreadable": f"expected an object, found {type(raw).__name__}"}
     if "unreadable" in raw:
         return {"unreadable": text(raw["unreadable"]) or "the node does not say why"}
-    message, timestamp = raw.get("message"), raw.get("timestamp")
-    stack: object = ""
-    if isinstance(message, dict):
-        extra = message.get("extraInfo")
-        extra = extra if isinstance(extra, dict) else {}
-        timestamp, stack = extra.get("timestamp"), extra.get("py_callstack")
-        message = message.get("message")
-    if not isinstance(message, str):
+    message = raw.get("message")
+    if isinstance(message, str):
+        return {"message": message, "timestamp": _moment(raw.get("timestamp"))}
+    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
         return {"unreadable": "it has no message"}
-    info = {"timestamp": _moment(timestamp), "py_callstack": stack if isinstance(stack, str) else ""}
-    return {"message": {"message": message, "extraInfo": info}}
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    stack = extra.get("py_callstack")
+    stack = stack if isinstance(stack, str) else ""
+    info = {"timestamp": _moment(extra.get("timestamp")), "py_callstack": stack}
+    return {"message": {"message": message["message"], "extraInfo": info}}
 
 
 def _moment(value: object) -> float | None:
