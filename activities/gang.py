@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from activities.clocks import read_boot_clock
 from activities.observations import MESSAGE_LIMIT, observations_from
 from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from backends.base import BackendError, ProtocolError, WatchStream
@@ -49,7 +50,8 @@ TOO_LONG = "left out: the report would be too long"
 class NodeView:
     """What is known of one node."""
 
-    last_heard: datetime
+    last_heard: float
+    """By `read_boot_clock`."""
     silent_since: float | None = None
     """CLOCK_MONOTONIC; None while connected."""
     because: str = ""
@@ -60,6 +62,8 @@ class NodeView:
     stream: WatchStream | None = None
     stamp: float | None = None
     """The newest that is not renewed from."""
+    stamped_at: float = 0.0
+    """By `read_boot_clock`, when that was received."""
     seq: int = 0
     steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
@@ -72,13 +76,16 @@ class Gang:
     """All nodes of the shard together: facts come in from `_follow`, one report goes out."""
 
     def __init__(self, input: WatchRanksInput, pace: Pace, before: WatchHeartbeat | None = None) -> None:
-        now = datetime.now(UTC)
+        now = read_boot_clock()
         self.input = input
         self._nodes = {node: NodeView(now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost) for node in input.nodes}
         self._pace = pace
         self._faults: list[tuple[Observation, bool]] = []
         """Each with whether it may be the root; judged once, for thousands come together."""
         self._returned: list[str] = []
+        self._not_renewed = frozenset(input.lost)
+        """Lost to the job: it may decide at any moment to go on without them, and judges them by
+        when they were heard then. The watch that follows their return renews them."""
         self._cancelled: CancelRequested | None = None
         """A person stopped a rank where ranks are run, past us: who stops one means the job."""
         # Whose first word tells what was saved before this watch: everybody's, but what the attempt before this one had heard stands.
@@ -101,7 +108,7 @@ class Gang:
     def connected(self, node: str, stream: WatchStream) -> None:
         view = self._nodes[node]
         view.stream, view.good_beats = stream, 0
-        view.last_heard = datetime.now(UTC)
+        view.last_heard = read_boot_clock()
 
     def misbehaved(self, node: str, because: str) -> bool:
         """Take in that a node said what makes no sense: it is as good as silent, whatever it says in between.
@@ -144,10 +151,10 @@ class Gang:
         """
         now = datetime.now(UTC)
         view = self._nodes[node]
-        view.last_heard = now
+        view.last_heard = read_boot_clock()
         if (heartbeat := line.get("heartbeat")) is not None:
             self._check_ranks(node, map(int, heartbeat.get("progress") or ()))
-            view.stamp = float(heartbeat["stamp"])
+            view.stamp, view.stamped_at = float(heartbeat["stamp"]), read_boot_clock()
             view.good_beats += 1
             self._note_answer(node)
             self._first_stamps.set()
@@ -225,12 +232,11 @@ class Gang:
 
     def _reached(self) -> tuple[int, datetime, str | None] | None:
         """The step that every living, reporting rank has reached, when the last of them did, and what one of them says to be doing."""
-        now = datetime.now(UTC)
         living = [
             value
             for view in self._nodes.values()
             # A node that has not beaten lately is silent, not slow: its last word says nothing about now.
-            if not view.misbehaves and now - view.last_heard <= STALE_AFTER * self.input.timeouts.heartbeat
+            if not self._is_stale(view)
             for rank, value in view.steps.items()
             if rank not in view.exited and not self._all_exited(view)
         ]
@@ -258,16 +264,20 @@ class Gang:
 
     # --- leases
 
-    def stamps(self) -> dict[str, float]:
-        """Stamps of heartbeats that have arrived by now: only these may be renewed after the next acknowledgement."""
-        return {node: view.stamp for node, view in self._nodes.items() if view.stamp is not None and not view.misbehaves}
+    def stamps(self) -> dict[str, tuple[float, float]]:
+        """Stamps of heartbeats that have arrived by now, and when: only these may be renewed after the next acknowledgement."""
+        return {
+            node: (view.stamp, view.stamped_at)
+            for node, view in self._nodes.items()
+            if view.stamp is not None and node not in self._not_renewed and not view.misbehaves
+        }
 
-    async def renew(self, stamps: Mapping[str, float]) -> None:
-        for node, stamp in stamps.items():
+    async def renew(self, stamps: Mapping[str, tuple[float, float]]) -> None:
+        for node, (stamp, stamped_at) in stamps.items():
             stream = self._nodes[node].stream
             if stream is not None:
                 try:
-                    await stream.renew(stamp)
+                    await stream.renew(stamp, round(read_boot_clock() - stamped_at, 3))
                 except BackendError:
                     continue  # its follower sees the broken connection and tries again
 
@@ -313,7 +323,7 @@ class Gang:
             if self._faults:
                 return self._make(self._fault())
             if self._returned:
-                return self._make(*(NodeReturned(self.generation, node) for node in self._returned))
+                return self._make()
             if self._all_succeeded():
                 return self._make(all_succeeded=True)
             if lost := self._lost():
@@ -345,15 +355,23 @@ class Gang:
         ordered = sorted(self._faults, key=lambda each: (not getattr(each[0], "kernel", ()), not each[1], each[0].at))
         sent = _within(MOST_WORDS, tuple(observation for observation, _ in ordered[:MOST_OBSERVATIONS]))
         first = min(observation.at for observation, _ in self._faults)
-        return FaultObserved(self.generation, sent, len(ordered) - len(sent), first, self._silent())
+        silent, unheard = self._silent(), self._unheard_lost()
+        return FaultObserved(self.generation, sent, len(ordered) - len(sent), first, silent, unheard)
 
     def _silent(self) -> tuple[tuple[str, timedelta], ...]:
         """Nodes that have not spoken lately and are not reported lost, and for how long."""
-        now = datetime.now(UTC)
-        ages = {node: now - view.last_heard for node, view in self._nodes.items() if not view.reported_lost}
-        stale = STALE_AFTER * self.input.timeouts.heartbeat
-        silent = [(node, age) for node, age in ages.items() if age > stale or self._nodes[node].misbehaves]
-        return tuple(silent)[:SLOWEST_NAMED]
+        ages = {node: self._age(view) for node, view in self._nodes.items() if not view.reported_lost and self._is_stale(view)}
+        return tuple(ages.items())[:SLOWEST_NAMED]
+
+    def _unheard_lost(self) -> tuple[tuple[str, timedelta], ...]:
+        return tuple((node, self._age(view)) for node, view in self._nodes.items() if view.reported_lost)
+
+    def _age(self, view: NodeView) -> timedelta:
+        """Return how long a node has not been heard: since its last word, or since this began."""
+        return timedelta(seconds=max(0.0, read_boot_clock() - view.last_heard))
+
+    def _is_stale(self, view: NodeView) -> bool:
+        return view.misbehaves or self._age(view) > STALE_AFTER * self.input.timeouts.heartbeat
 
     def _all_succeeded(self) -> bool:
         return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
@@ -368,7 +386,7 @@ class Gang:
         for node, view in self._nodes.items():
             if view.silent_since is not None and not view.reported_lost and time.monotonic() - view.silent_since >= limit:
                 view.reported_lost = True
-                lost.append(NodeUnreachable(self.generation, node, datetime.now(UTC) - view.last_heard, view.because))
+                lost.append(NodeUnreachable(self.generation, node, self._age(view), view.because))
         return lost
 
     def _step_to_report(self) -> StepReached | None:
@@ -383,14 +401,14 @@ class Gang:
         if self.input.hang_known or not self._first_stamps.is_set():
             return None  # until a node has spoken, all that is known is what the watch before this one left: nobody watched meanwhile
         now = datetime.now(UTC)
-        if all(now - view.last_heard > STALE_AFTER * self.input.timeouts.heartbeat for view in self._nodes.values()):
+        if all(self._is_stale(view) for view in self._nodes.values()):
             return None  # whoever sees nothing cannot call anything hung
         because = hung(self._pace, self.input.hang, now) or self._late_for_exit(now)
         if because is None:
             return None
         steps = {rank: value for view in self._nodes.values() for rank, value in view.steps.items() if rank not in view.exited}
         slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:SLOWEST_NAMED]
-        return RanksHung(self.generation, tuple(slowest), because, now, self._silent())
+        return RanksHung(self.generation, tuple(slowest), because, now, self._silent(), self._unheard_lost())
 
     def _late_for_exit(self, now: datetime) -> str | None:
         """The exit barrier: once one rank has finished, the others must finish or advance."""
@@ -405,6 +423,8 @@ class Gang:
         seen: list[Event] = []
         if self._pace.step is not None:
             seen.append(ProgressSeen(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at))
+        # Whatever else there is to say: what is decided by it must know that they are back.
+        seen += (NodeReturned(self.generation, node) for node in self._returned)
         exited = {
             node: tuple(sorted(rank for rank, succeeded in view.exited.items() if succeeded))
             for node, view in self._nodes.items()

@@ -130,20 +130,23 @@ class JobActivities:
                 if input.prepare_only:
                     return LaunchRanksOutput(prepared=prepared, stopped_at=stopped_at)
         except NodesRefused as error:
-            return LaunchRanksOutput(refusals=error.refusals)
+            return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
         except NodesUnreachable as error:
-            return _retry_or(error, LaunchRanksOutput(unreachable=error.nodes, because=str(error)))
+            # An attempt before this one may have sent the order to start: to those, too.
+            gave_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=bool(left))
+            return _retry_or(error, gave_up)
         stamps = {node.node: node.stamp for node in prepared}
         if left and (anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]):
             # Its ports and its part of the secret are new, and the others may run with the old ones: two halves of a gang.
             because = "it had to be prepared again, when other nodes may have been started already"
-            return LaunchRanksOutput(refusals=tuple(NodeRefusal(node, "prepared_again", because) for node in anew[:MOST_NAMED]))
+            refusals = tuple(NodeRefusal(node, "prepared_again", because) for node in anew[:MOST_NAMED])
+            return LaunchRanksOutput(refusals=refusals, start_sent=True)
         left[:] = [stamps]
         await self._still_ours(stamps)
         try:
             await self._start(backend, input, prepared)
         except NodesRefused as error:
-            return LaunchRanksOutput(refusals=error.refusals)
+            return LaunchRanksOutput(refusals=error.refusals, start_sent=True)
         except NodesUnreachable as error:
             return _retry_or(error, LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=True))
         return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC))

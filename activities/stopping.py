@@ -12,9 +12,10 @@ from typing import Any
 
 from temporalio import activity
 
+from activities.clocks import read_boot_clock
 from backends.base import Backend, BackendError, Gone, StopOrder
-from recovery.fencing import fence_wait
-from recovery.model import Token
+from recovery.fencing import safe_launch_at, unknown_generation
+from recovery.model import LaunchedGeneration, Token
 from recovery.policy import Timeouts
 
 LOOK_AGAIN = 2.0
@@ -35,7 +36,10 @@ class StopRanksInput:
     once: bool = False
     """Try each node once and leave it at that: the ranks are known to have exited."""
     witnesses: tuple[str, ...] | None = None
-    """Nodes of the gang that the silent ones belong to: only their stop bounds how long those go on. None: all of `nodes`."""
+    """Where `generations` is empty: the nodes of the one gang that there is. None: all of `nodes`."""
+    generations: tuple[LaunchedGeneration, ...] = ()
+    """The launches whose ranks may be alive: by their times, and by no present policy, silent nodes
+    are judged. Empty (an order of an older version): one launch, by the fields above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +50,27 @@ class StopRanksOutput:
 
 
 async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksOutput:
-    """Stop every node at once; each is asked again until it is proven gone, or must have fenced itself.
+    """Stop every node at once; each is asked again until it is proven gone, or must have fenced.
 
-    A node that does not answer fences itself once its lease has run out and some peer of it is not alive any more. So the clock of that
-    wait starts with the first node that is proven stopped, and not before.
+    A silent node stops its own ranks once no node of its gang can vouch for it any more, so the
+    wait for it starts at the last proven stop of its gang, or at the end of the last lease there.
+    What an attempt before this one has proven is proven again: its clock starts anew, too. Waits
+    and ages are measured by one clock of this process, which is never stepped.
     """
-    began = datetime.now(UTC)
-    last_heard = {node: began - unheard for node, unheard in input.unheard_for}
+    since = read_boot_clock()
+    last_heard = {node: since - age.total_seconds() for node, age in input.unheard_for}
+    generations = launched_generations(input)
     order = StopOrder(input.token, stop_grace=input.timeouts.stop_grace.total_seconds())
-    gone: list[str] = []
+    stopped_at: dict[str, float] = {}
     silent: dict[str, str] = {}
-    witnessed_at: datetime | None = None
     news = asyncio.Event()
 
     async def stop(node: str) -> None:
-        nonlocal witnessed_at
         while True:
             because = await _try_to_stop(backend, node, order)
             if because is None:
-                gone.append(node)
+                stopped_at[node] = read_boot_clock()
                 silent.pop(node, None)
-                if witnessed_at is None and (input.witnesses is None or node in input.witnesses):
-                    witnessed_at = datetime.now(UTC)
                 news.set()
                 return
             silent[node] = because
@@ -76,33 +79,56 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
                 return
             await asyncio.sleep(LOOK_AGAIN)
 
-    def fenced_at(node: str) -> datetime | None:
-        if not (input.fences and backend.fences) or witnessed_at is None:
+    def safe_at() -> float | None:
+        if not backend.fences:
             return None
-        leased_until = last_heard.get(node, began) + input.timeouts.lease
-        return max(witnessed_at, leased_until) + fence_wait(input.timeouts, input.gang_size)
+        return safe_launch_at(generations, since, stopped_at, last_heard)
 
     async with beating() as shown:
         tasks = {node: asyncio.create_task(stop(node)) for node in input.nodes}
         try:
             while True:
                 news.clear()
-                now = datetime.now(UTC)
-                waiting = [node for node in input.nodes if node not in gone]
-                due = {node: at for node in waiting if (at := fenced_at(node)) is not None}
-                fenced = [node for node, at in due.items() if at <= now]
-                if len(fenced) == len(waiting) or (input.once and all(task.done() for task in tasks.values())):
-                    return StopRanksOutput(at=now, nodes=(*gone, *fenced), fenced=tuple(fenced))
-                shown[:] = [
-                    {"waiting for": {node: silent.get(node, "no answer yet") for node in waiting[:MOST_NAMED]}, "nodes": len(waiting)}
-                ]
-                pause = min([LOOK_AGAIN, *((at - now).total_seconds() for at in due.values() if at > now)])
+                waiting = tuple(node for node in input.nodes if node not in stopped_at)
+                safe, now = safe_at(), read_boot_clock()
+                fenced = waiting if safe is not None and now >= safe else ()
+                done = input.once and all(task.done() for task in tasks.values())
+                if len(fenced) == len(waiting) or done:
+                    nodes = (*stopped_at, *fenced)
+                    return StopRanksOutput(at=datetime.now(UTC), nodes=nodes, fenced=fenced)
+                named = {node: silent.get(node, "no answer yet") for node in waiting[:MOST_NAMED]}
+                shown[:] = [{"waiting for": named, "nodes": len(waiting)}]
+                pause = LOOK_AGAIN if safe is None else max(0.0, min(LOOK_AGAIN, safe - now))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await news.wait()
         finally:
             for task in tasks.values():
                 task.cancel()
+
+
+def launched_generations(input: StopRanksInput) -> tuple[LaunchedGeneration, ...]:
+    """Return the launches by which the silent nodes are judged; each node is in one of them."""
+    known = input.generations
+    if not known:
+        times, nodes = input.timeouts, input.nodes if input.witnesses is None else input.witnesses
+        known = (
+            LaunchedGeneration(
+                submission=input.token.submission,
+                generation=input.token.generation,
+                nodes=nodes,
+                size=max(input.gang_size, len(nodes)),
+                fences=input.fences,
+                lease=times.lease,
+                fence_after=times.fence_after,
+                stop_grace=times.stop_grace,
+                valid_for=times.valid_for,
+                complete=True,
+            ),
+        )
+    covered = {node for one in known for node in one.nodes if node not in one.stopped}
+    strange = tuple(node for node in input.nodes if node not in covered)
+    return (*known, unknown_generation(strange)) if strange else known
 
 
 async def _try_to_stop(backend: Backend, node: str, order: StopOrder) -> str | None:

@@ -148,7 +148,13 @@ def _may_run(generation: Generation) -> bool:
     launch = generation.started
     if launch is None or (launch["pids"] is None and not launch.get("refused")):
         return True
-    return len(journal.exited(journal.read(generation.journal))) < len(generation.pids)
+    if len(journal.exited(journal.read(generation.journal))) < len(generation.pids):
+        return True
+    keeper = generation.identity("keeper")  # what ranks have started may outlive them: by sudo it is another user's
+    if keeper is None:
+        return False
+    helpers = [known[0] for known in map(generation.identity, ("supervisor", "guard")) if known is not None]
+    return bool(processes.descendants(keeper[0], without=helpers))
 
 
 def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]:

@@ -1,7 +1,8 @@
 """The keeper of one generation: forks its ranks, reaps them, journals exits, holds the lease.
 
-It talks to nobody but its supervisor and the commands that give it orders, reads no progress and no logs,
-and never waits for anybody.
+It talks to nobody but its supervisor, its guard and the commands that give it orders, reads no progress and no logs, and never waits
+for anybody. What it writes may hang with the disk, so signals go out before anything is written, and the guard, which writes
+nothing, knows each deadline as well.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from agent import kernel_log, processes, ranks, supervisor
+from agent import cgroup, guard, kernel_log, processes, ranks, supervisor
 from agent.faults import pass_by
 from agent.journal import Journal
 from agent.lease import Lease
-from agent.link import SupervisorLink
+from agent.link import ChildLink
 from agent.loop import Channel, Loop
 from agent.protocol import Json, Refused, Token, now
 from agent.state import Generation, boot_id, write_json
@@ -25,6 +26,8 @@ IDLE = 5.0
 """Seconds between looks at the clock when nothing is due."""
 SWEEP = (0.01, 0.25)
 """Seconds between looks for what is left while stopping: from quick to patient."""
+STUCK_NOTICE = 0.5
+"""Seconds past SIGKILL after which those who ordered the stop are told what is left: less than they wait without a word."""
 FAREWELL = 1.0
 """Seconds that the supervisor has to tell its watchers that this is the end."""
 
@@ -97,9 +100,22 @@ class Keeper:
         """pid and start time of those outside of the groups that were asked."""
         self.stoppers: list[tuple[Channel, bool]] = []
         """Those who wait to hear that nothing of this generation is left, and whether it was going anyway."""
+        self.reported_stuck: dict[Channel, list[int]] = {}
+        """What each of them was told last that does not die."""
         self.kernel = kernel_log.mark()
         """Only noted here, before any rank runs, and handed down: reading it is the supervisor's."""
-        self.link = SupervisorLink(self.loop, generation, self._become_supervisor, self._hear_supervisor)
+        self.groups: list[tuple[int, int]] = []
+        """pid and start time of the ranks."""
+        self.cgroup: str | None = None
+        """The control group of the ranks, where there can be one."""
+        self.launch_ends: float | None = None
+        """While ranks are being forked: when the fence is due if this process does not get to say more."""
+        self.extensions = os.pipe()
+        """From every supervisor to every guard: when the fence is due by now."""
+        for handle in self.extensions:
+            os.set_blocking(handle, False)
+        self.link = ChildLink(self.loop, generation, "supervisor", self._become_supervisor, self._hear_supervisor)
+        self.guard = ChildLink(self.loop, generation, "guard", self._become_guard, lambda told: None)
 
     def run(self) -> None:
         waking, woken = os.pipe()
@@ -124,6 +140,7 @@ class Keeper:
         self._reap()
 
     def _reap(self) -> None:
+        self._fence_if_due()  # first: what the guard has ended for us was stopped
         exits = []
         numbers = {pid: rank for rank, pid in self.alive.items()}
         while True:
@@ -133,13 +150,12 @@ class Keeper:
                 break
             if pid == 0:
                 break
-            if not self.link.reaped(pid) and pid in numbers:
+            if not self.link.reaped(pid) and not self.guard.reaped(pid) and pid in numbers:
                 exits.append((numbers[pid], pid, status))
         if exits:
             self._ranks_exited(exits)
 
     def _ranks_exited(self, exits: list[tuple[int, int, int]]) -> None:
-        pass_by(self.generation.state, "keeper.reaped")
         stopped = self.state == "stopping"
         observations: list[tuple[str, dict[str, Any]]] = []
         failed = False
@@ -159,12 +175,13 @@ class Keeper:
             if self.start_order is not None and "launched" in self.start_order:
                 fields["launcher"] = True
             observations.append(("RankExited", fields))
-        self.journal.append(*observations)
-        if self.state == "running":
-            self._publish()
-        pass_by(self.generation.state, "keeper.journaled")
         if self.state == "running" and (failed or not self.alive):
             self._begin_stop(self.order["stop_grace"])
+        pass_by(self.generation.state, "keeper.reaped")
+        self.journal.append(*observations)
+        if not stopped:
+            self._publish()  # what has failed, before the look for strays, which takes milliseconds
+        pass_by(self.generation.state, "keeper.journaled")
         if self.state == "stopping":
             self._sweep()
             self._publish()
@@ -184,16 +201,17 @@ class Keeper:
                 self.asked.add(pid)
                 processes.kill_group(pid, signal.SIGTERM)
                 processes.kill_group(pid, signal.SIGCONT)
-            self._ask_strays()
         self.kill_at = min(self.kill_at, now() + grace)
+        self._inform_guard()
         self.sweep_pause = SWEEP[0]
-        self.sweep_at = now() + (self.sweep_pause if now() < self.kill_at else 0.0)
+        self.sweep_at = now()
 
     def _sweep(self) -> None:
         """Kill what has had its time; say so when nothing is left: everything that ranks ever forked is below a subreaper."""
-        if not self.alive and not set(processes.children()) - {self.link.pid}:
+        if not self.alive and not set(processes.children()) - {self.link.pid, self.guard.pid}:
             self.state = "ended"
             self.wanted_at = now()
+            self._inform_guard()
             self._confirm()
             return
         if now() < self.kill_at:
@@ -201,30 +219,52 @@ class Keeper:
         else:
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGKILL)
-            for process in processes.descendants(os.getpid(), without=[self.link.pid]):
+            left = self._find_below()
+            for process in left:
                 processes.kill(process, signal.SIGKILL)
+            if self.cgroup is not None:
+                cgroup.kill(self.cgroup)
+            if now() >= self.kill_at + STUCK_NOTICE:
+                self._report_stuck(left)
         self.sweep_pause = min(SWEEP[1], self.sweep_pause * 1.5)
         self.sweep_at = now() + self.sweep_pause
 
+    def _find_below(self) -> list[processes.Process]:
+        """Everything that lives and that a rank has forked, and the ranks."""
+        return processes.descendants(os.getpid(), without=[self.link.pid, self.guard.pid])
+
     def _ask_strays(self) -> None:
         """Ask what has a group of its own to go too, each once."""
-        for process in processes.descendants(os.getpid(), without=[self.link.pid]):
+        for process in self._find_below():
             identity = process.pid, process.started
             if process.group not in self.asked and identity not in self.strays:
                 self.strays.add(identity)
                 processes.kill(process, signal.SIGTERM)
+
+    def _report_stuck(self, left: list[processes.Process]) -> None:
+        """Tell those who ordered the stop what does not die, each time that is something else."""
+        pids = sorted(process.pid for process in left)
+        for caller, _ in self.stoppers:
+            if self.reported_stuck.get(caller) != pids:
+                self.reported_stuck[caller] = pids
+                caller.send({"stuck": [(process.pid, process.started) for process in left]})
 
     def _confirm(self) -> None:
         """Tell those who ordered the stop, before the journal and the watchers: the next generation waits for it."""
         for caller, already in self.stoppers:
             caller.send({"gone": True, "already": already})
         self.stoppers.clear()
+        self.reported_stuck.clear()
 
-    def _tick(self) -> None:
-        if self.state == "running" and self.lease is not None:
+    def _fence_if_due(self) -> None:
+        if self.state == "running" and self.lease is not None and self.lease.fenced(now()) is not None:
+            self.link.hear_pending()  # after a stop of this process, renewals wait here to be read
             fenced = self.lease.fenced(now())
             if fenced is not None:
                 self._fence(*fenced)
+
+    def _tick(self) -> None:
+        self._fence_if_due()
         if self.state == "running" and self.launcher_kill_at is not None and now() >= self.launcher_kill_at:
             self.launcher_kill_at = float("inf")
             for pid in self.alive.values():
@@ -236,15 +276,17 @@ class Keeper:
         if self.link.tick():
             self.watchers = 0
             self.wanted_at = max(self.wanted_at, now())
+            self._inform_guard()
+        self.guard.tick()
 
     def _fence(self, why: str, because: str) -> None:
         if self.state == "running":
-            self.journal.append(("Fenced", {"why": why, "because": because}))
             self.leaving = True
             self._begin_stop(self.order["stop_grace"])
+            self.journal.append(("Fenced", {"why": why, "because": because}))
 
     def _next_deadline(self) -> float:
-        times = [now() + IDLE, self.link.next_deadline]
+        times = [now() + IDLE, self.link.next_deadline, self.guard.next_deadline]
         if self.state == "prepared":
             times.append(self.order["valid_until"])
         elif self.state == "running":
@@ -270,6 +312,9 @@ class Keeper:
         while self.link.pid and now() < deadline:
             self.loop.turn(deadline)
         self.link.kill()
+        self.guard.kill()
+        if self.cgroup is not None:
+            cgroup.remove(self.cgroup)
 
     # --- orders ---
 
@@ -289,9 +334,10 @@ class Keeper:
             self.stoppers.append((caller, self.leaving))
             self.leaving = True
             if self.state in ("running", "stopping"):
-                if self.state == "running" or self.alive:
-                    self.journal.append(("Stopped", {"because": order["stop"]["because"]}))
+                is_news = self.state == "running" or bool(self.alive)
                 self._begin_stop(order["stop"]["stop_grace"])
+                if is_news:
+                    self.journal.append(("Stopped", {"because": order["stop"]["because"]}))
             else:
                 self._confirm()
 
@@ -308,9 +354,14 @@ class Keeper:
         boot = boot_id(self.generation.state)
         launch = self.generation.path / "started.json"
         # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
-        launching = {"stamp": now(), "boot_id": boot, "kernel": kernel_log.written(self.kernel), "pids": None}
+        self.cgroup = cgroup.make(self.generation.path)
+        kernel = kernel_log.written(self.kernel)
+        launching = {"stamp": now(), "boot_id": boot, "kernel": kernel, "cgroup": self.cgroup, "pids": None}
         write_json(launch, launching, durable=False)
         self.sockets.master.close()
+        begins = min(ranks.EXEC_PATIENCE, self.order["fence_after"])
+        self.launch_ends = now() + begins + self.order["lease"]
+        self._inform_guard()
         try:
             ranks.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
         except Refused as refused:
@@ -318,11 +369,13 @@ class Keeper:
             write_json(launch, {**launching, "stamp": now(), "refused": refused.answer}, durable=False)
             self.state, self.leaving, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
+            self._inform_guard()
             self._sweep()
             return self.started
         pids = {str(rank): pid for rank, pid in self.alive.items()}
         found = {rank: processes.look(pid) for rank, pid in pids.items()}
         identities = {rank: (process.pid, process.started) for rank, process in found.items() if process is not None}
+        self.groups = list(identities.values())
         write_json(launch, {**launching, "stamp": now(), "pids": identities}, durable=False)
         pass_by(self.generation.state, "start.forked")
         self.started = {"outcome": "done", "pids": pids, "already": False}
@@ -330,14 +383,29 @@ class Keeper:
         self.state = "running"
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self._tell_supervisor(begin=True)
-        self.link.due_at = now()  # where it was not forked yet: the ranks are not to be without one
+        self.link.due_at = self.guard.due_at = now()  # where they were not forked yet: the ranks are not to be without them
         return self.started
+
+    # --- the guard ---
+
+    def _become_guard(self, link: int) -> None:
+        state = str(self.generation.state)
+        guard.run(self.token, self.order, state, link, self.extensions[0], self._guard_news())
+
+    def _inform_guard(self) -> None:
+        self.guard.send(self._guard_news())
+
+    def _guard_news(self) -> Json:
+        ends = self.lease.ends if self.lease is not None else self.launch_ends
+        kill_at = self.kill_at if self.state == "stopping" else None
+        may_run = self.launch_ends is not None
+        return guard.news_of(self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup)
 
     # --- the supervisor ---
 
     def _become_supervisor(self, link: int) -> None:
-        news = self._news(begin=True)
-        supervisor.run(self.generation, self.token, self.order, self.sockets.watch, self.sockets.peers, link, self.kernel, news)
+        sockets = supervisor.Sockets(self.sockets.watch, self.sockets.peers, link, self.extensions[1])
+        supervisor.run(self.generation, self.token, self.order, sockets, self.kernel, self._news(begin=True))
 
     def _publish(self) -> None:
         """Let the watchers have what the journal holds, once the disk has it."""
@@ -345,6 +413,7 @@ class Keeper:
         self._tell_supervisor()
 
     def _tell_supervisor(self, begin: bool = False) -> None:
+        self._inform_guard()
         self.link.send(self._news(begin))
 
     def _news(self, begin: bool) -> Json:
@@ -353,6 +422,10 @@ class Keeper:
             "state": self.state,
             "seq": self.journal.synced,
             "alive": list(self.alive),
+            "pids": list(self.alive.items()),
+            "guard": self.guard.pid,
+            "kill_at": self.kill_at if self.state == "stopping" else None,
+            "handle": None if lease is None else lease.alive_until,
             "alive_until": None if lease is None else lease.ends,
             "leased_until": None if lease is None else lease.leased_until,
             "renewed": lease is not None and lease.renewed,
@@ -362,6 +435,8 @@ class Keeper:
         return news
 
     def _hear_supervisor(self, told: Json) -> None:
+        if "alive" in told:
+            self.link.send({"here": True})
         if "watchers" in told:
             self.watchers = told["watchers"]
             self.wanted_at = now()
@@ -369,6 +444,12 @@ class Keeper:
             self.wanted_at = now()
             if self.lease is not None and self.lease.renew(told["renew"], now()):
                 self._tell_supervisor()
+        if "stood_still" in told and self.lease is not None:
+            self.lease.shift(told["stood_still"])
+            self._tell_supervisor()
+            self._fence_if_due()
+        if "alone" in told:
+            self._fence("isolated", told["alone"])
         if "vouched" in told and self.lease is not None:
             self.lease.vouched(told["vouched"])
             self._tell_supervisor()

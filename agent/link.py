@@ -1,6 +1,6 @@
-"""The keeper's line to its supervisor: forks one, replaces it when it dies or freezes.
+"""The keeper's line to a helper, its supervisor or its guard: forks one, replaces it when it dies or freezes.
 
-What is said over it is the keeper's and the supervisor's business.
+What is said over it is the keeper's and the helper's business.
 """
 
 from __future__ import annotations
@@ -16,16 +16,27 @@ from agent.protocol import Json, now
 from agent.state import Generation
 
 SILENCE = 10.0
-"""A supervisor says something every 2 s; one that is silent for five times that is frozen, and is replaced."""
+"""A helper says something every 2 s; one that is silent for five times that is frozen, and is replaced."""
 RESTART_PAUSE = 0.5
-"""A supervisor that dies as soon as it is born must not eat a core."""
+"""A helper that dies as soon as it is born must not eat a core."""
 BIRTH_PAUSE = 0.01
 """The first is forked a moment after the keeper is up: the answer to `prepare` goes out first, on every node of the gang."""
 
 
-class SupervisorLink:
-    def __init__(self, loop: Loop, generation: Generation, become: Callable[[int], None], hear: Callable[[Json], None]) -> None:
-        """`become` is what the forked process does with its end of the line; `hear` gets what it says."""
+class ChildLink:
+    def __init__(
+        self,
+        loop: Loop,
+        generation: Generation,
+        name: str,
+        become: Callable[[int], None],
+        hear: Callable[[Json], None],
+    ) -> None:
+        """`become` is what the forked process does with its end of the line; `hear` gets what it says.
+
+        `name` is what the state folder calls it.
+        """
+        self.name = name
         self.loop = loop
         self.generation = generation
         self.become = become
@@ -43,8 +54,13 @@ class SupervisorLink:
         if self._channel is not None:
             self._channel.send(news)
 
+    def hear_pending(self) -> None:
+        """Hear now what the helper has said already."""
+        if self._channel is not None:
+            self._channel.hear_pending()
+
     def tick(self) -> bool:
-        """Do what is due; return whether another supervisor was born."""
+        """Do what is due; return whether another helper was born."""
         if self.pid and now() > self.heard_at + SILENCE:
             os.kill(self.pid, signal.SIGKILL)
             self.heard_at = now()
@@ -54,7 +70,7 @@ class SupervisorLink:
         return True
 
     def reaped(self, pid: int) -> bool:
-        """Whether the child that ended was the supervisor."""
+        """Whether the child that ended was this helper."""
         if pid != self.pid:
             return False
         self.pid = 0
@@ -75,7 +91,7 @@ class SupervisorLink:
         self._channel = Channel(self.loop, ours.detach(), self._hear, lambda: None)
         found = processes.look(self.pid)
         if found is not None:
-            self.generation.write_identity("supervisor", self.pid, found.started)
+            self.generation.write_identity(self.name, self.pid, found.started)
 
     def _hear(self, told: Json) -> None:
         self.heard_at = now()

@@ -57,6 +57,8 @@ class Channel:
         self.closed = False
         self.closing = False
         self.written_at = now()
+        self.error: int | None = None
+        """The errno that ended it, if one did."""
         self._in = bytearray()
         self._out = bytearray()
         loop.watch(handle, self._on_ready)
@@ -110,7 +112,8 @@ class Channel:
                 sent = os.write(self.handle, self._out)
             except BlockingIOError:
                 break
-            except OSError:  # whatever it is called, the other side is gone
+            except OSError as error:  # whatever it is called, the other side is gone
+                self.error = error.errno
                 self.drop()
                 return
             del self._out[:sent]
@@ -125,7 +128,8 @@ class Channel:
             data = os.read(self.handle, 65536)
         except BlockingIOError:
             return
-        except OSError:  # whatever it is called, the other side is gone
+        except OSError as error:  # whatever it is called, the other side is gone
+            self.error = error.errno
             data = b""
         if not data:
             self.drop()

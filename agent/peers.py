@@ -6,9 +6,11 @@ is worth is for agent/lease.py.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
@@ -36,6 +38,10 @@ class Answer:
     """Why this generation must end, if the peer knows of a stop or of a higher one."""
     alive: bool
     leased: bool
+    answered: float
+    """When the answer was read."""
+    stamp: float | None
+    """The peer's clock when it answered; an agent of an earlier release does not say it."""
 
 
 def mac(secret: str, *parts: Any) -> str:
@@ -65,6 +71,10 @@ class Peers:
         self.callers: dict[Channel, float] = {}
         self.questions: dict[str, tuple[Channel, float]] = {}
         """The question in flight to each node, and when it was asked."""
+        self.heard: set[str] = set()
+        """Nodes that have answered a question of the present round."""
+        self.refused: set[str] = set()
+        """Nodes that have refused the connection: neither the keeper nor the supervisor of this generation lives there."""
         loop.watch(listener.fileno(), lambda events: self._accept())
 
     def begin(self, order: Json) -> None:
@@ -87,6 +97,9 @@ class Peers:
         """Ask every peer that has no question open."""
         if self.order is None or cut(self.job.state, "peers"):
             return
+        if not self.questions:
+            self.heard.clear()
+            self.refused.clear()
         for peer in self.order["peers"]:
             if peer["node"] not in self.questions:
                 self._ask(peer, self.order, answered)
@@ -95,7 +108,7 @@ class Peers:
         family, target = resolve(peer["address"], peer["port"])
         caller = socket.socket(family, socket.SOCK_STREAM)
         caller.setblocking(False)
-        caller.connect_ex(target)
+        refused = caller.connect_ex(target) == errno.ECONNREFUSED
         node, asked, nonce = peer["node"], now(), secrets.token_hex(16)
         channel = Channel(
             self.loop,
@@ -104,12 +117,21 @@ class Peers:
             lambda: self._forget(node),
             QUESTION_LIMIT,
         )
+        if refused:
+            channel.error = errno.ECONNREFUSED
         self.questions[node] = (channel, asked)
         proof = mac(order["secret"], "ask", self.token.text, order["node"], nonce)
-        channel.send({"token": self.token.json, "from": order["node"], "nonce": nonce, "mac": proof})
+        channel.send({"token": self.token.json, "from": order["node"], "nonce": nonce, "clock": True, "mac": proof})
 
     def _forget(self, node: str) -> None:
-        self.questions.pop(node, None)
+        question = self.questions.pop(node, None)
+        if question is not None and question[0].error == errno.ECONNREFUSED:
+            self.refused.add(node)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the round is over, a peer has refused it and none has answered."""
+        return bool(self.refused) and not self.heard and not self.questions
 
     def _hear_answer(self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[Answer], None]) -> None:
         if node in self.questions:
@@ -117,15 +139,19 @@ class Peers:
         if self.order is None or now() > asked + TIMEOUT or cut(self.job.state, "peers"):
             return
         highest, stopped, alive, leased = (answer.get(name) for name in ("highest", "stopped", "alive", "leased"))
-        proof = mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased)
+        stamp = answer.get("stamp")
+        clock = () if stamp is None else (stamp,)
+        proof = mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock)
         if not hmac.compare_digest(proof, str(answer.get("mac"))):
             return
+        self.heard.add(node)
         because = None
         if stopped is not None and self._order(stopped) >= self.token.order:
             because = f"peer {node} knows that this generation was stopped"
         elif highest is not None and self._order(highest) > self.token.order:
             because = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
-        answered(Answer(node, asked, because, alive is True, leased is True))
+        known = isinstance(stamp, float) and math.isfinite(stamp)
+        answered(Answer(node, asked, because, alive is True, leased is True, now(), stamp if known else None))
 
     @staticmethod
     def _order(pair: Any) -> Order:
@@ -169,12 +195,15 @@ class Peers:
             return
         highest, stopped, _ = self.job.highest()
         alive, leased = self.vitals()
+        # A question of an earlier release does not ask for it, and expects a mac without it.
+        clock = (now(),) if question.get("clock") is True else ()
         answer = {
             "highest": highest,
             "stopped": stopped,
             "alive": alive,
             "leased": leased,
-            "mac": mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased),
+            **({"stamp": clock[0]} if clock else {}),
+            "mac": mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock),
         }
         channel.send(answer)
         channel.finish()

@@ -212,15 +212,32 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
     return found
 
 
-def kill(process: Process, number: int) -> None:
-    """Signal this very process; one that is gone, or whose pid is another's by now, is left alone."""
+def kill(process: Process, number: int) -> bool:
+    """Signal this very process; one that is gone, or whose pid is another's by now, is left alone.
+
+    Returns whether that was permitted: what a rank has started by sudo is root's.
+    """
     now = look(process.pid)
     if now is None or now.started != process.started:
-        return
+        return True
     try:
         os.kill(process.pid, number)
     except ProcessLookupError:
         pass
+    except PermissionError:
+        return False
+    return True
+
+
+def can_signal(pid: int) -> bool:
+    """Whether this user may signal a process; also true of one that is gone."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return True
 
 
 def kill_group(leader: int, number: int) -> None:

@@ -177,6 +177,13 @@ class Generation:
             return {}
         return dict(self.pids.values())
 
+    @property
+    def cgroup(self) -> str | None:
+        """The control group of the ranks, where there is one: not after a reboot."""
+        started = self.started or {}
+        folder = started.get("cgroup")
+        return str(folder) if folder and started.get("boot_id") == boot_id(self.state) else None
+
     def identity(self, of: str) -> tuple[int, int] | None:
         """pid and start time of the `keeper` or the `supervisor`, if it was born since this boot."""
         record = read_json(self.path / f"{of}.json")

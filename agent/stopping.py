@@ -5,10 +5,13 @@ Called with the job's lock held; decides nothing about which generations have to
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
+from typing import BinaryIO
 
-from agent import processes
+from agent import cgroup, processes, users
 from agent.loop import parse
 from agent.protocol import Json, Order, Refused, line
 from agent.state import Generation, JobState
@@ -25,18 +28,21 @@ def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float
     unproven = []
     for generation in _not_proven_gone(orders):
         if generation.keeper_lives():
-            confirmed = _ask_keeper(generation, grace, because)
+            confirmed = _ask_keeper(generation, grace, stuck_after, because)
             if confirmed is None or not confirmed["already"]:
                 alive.add(generation.order)
             if confirmed is not None:
                 continue  # nothing that a rank forked can be outside of what its subreaper sees; the keeper ends by itself
-            _end_keeper(generation)
+            try:
+                _end_keeper(generation)
+            except Refused:  # it hangs in a write, say; what it keeps does not have to live as long
+                _kill_what_is_left(job, [generation], below, stuck_after)
+                raise
         _end_supervisor(generation)
         if generation.started is not None:
             unproven.append(generation)
     if unproven:
-        groups = {pid: started for generation in unproven for pid, started in generation.groups.items()}
-        alive.update(_kill_what_is_left(job, groups, below, stuck_after))
+        alive.update(_kill_what_is_left(job, unproven, below, stuck_after))
     return sorted(alive)
 
 
@@ -50,8 +56,12 @@ def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
     return suspects
 
 
-def _ask_keeper(generation: Generation, grace: float, because: str) -> Json | None:
-    """Have the keeper stop its ranks; return its word that nothing of them is left, if it gives it."""
+def _ask_keeper(generation: Generation, grace: float, stuck_after: float, because: str) -> Json | None:
+    """Have the keeper stop its ranks; return its word that nothing of them is left, if it gives it.
+
+    Raises:
+        Refused: the keeper says what does not die. It lives on: without it nothing else may be able to find that.
+    """
     for attempt in range(2):
         caller = generation.connect("orders", ACKNOWLEDGED)
         if caller is not None:
@@ -61,6 +71,8 @@ def _ask_keeper(generation: Generation, grace: float, because: str) -> Json | No
                     if answers.readline():
                         caller.settimeout(grace + GOING)
                         confirmed = parse(answers.readline())
+                        if confirmed is not None and "stuck" in confirmed:
+                            confirmed = _await_end(caller, answers, confirmed, stuck_after)
                         return {**confirmed, "already": confirmed["already"] and attempt == 0} if confirmed else None
                 except OSError:  # silent or gone: the next look tells which
                     pass
@@ -69,6 +81,30 @@ def _ask_keeper(generation: Generation, grace: float, because: str) -> Json | No
         if attempt == 0:  # somebody may have frozen it: woken, it still stops its ranks with grace
             _signal(generation.identity("keeper"), signal.SIGCONT)
     return None
+
+
+def _await_end(caller: socket.socket, answers: BinaryIO, said: Json, stuck_after: float) -> Json | None:
+    """Wait for the keeper's word that nothing is left; `said` is what it has said meanwhile."""
+    deadline = time.monotonic() + stuck_after
+    answer: Json | None = said
+    while answer is not None and "stuck" in answer:
+        left = [pid for pid, started in answer["stuck"] if processes.lives(pid, started)]
+        caller.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            answer = parse(answers.readline())
+        except OSError:
+            raise _stuck(left, stuck_after) from None
+    return answer
+
+
+def _stuck(pids: list[int], stuck_after: float) -> Refused:
+    """Say what does not die, and why that is so."""
+    foreign = [pid for pid in pids if not processes.can_signal(pid)]
+    if foreign:
+        text = f"{users.describe(foreign)}: another user's, which uid {os.geteuid()} cannot end; end it there or reboot this node"
+    else:
+        text = f"{users.describe(pids)}: alive {stuck_after:g} s after SIGKILL; this node needs a reboot"
+    return Refused("stuck", text, pids=pids)
 
 
 def _signal(identity: tuple[int, int] | None, number: int) -> bool:
@@ -104,9 +140,11 @@ def _order_of(rest: str) -> Order | None:
     return (int(submission), int(generation)) if submission.isdigit() and generation.isdigit() else None
 
 
-def _kill_what_is_left(job: JobState, groups: dict[int, int], below: Order, stuck_after: float) -> set[Order]:
-    """Kill until a whole look at /proc finds nobody."""
+def _kill_what_is_left(job: JobState, unproven: list[Generation], below: Order, stuck_after: float) -> set[Order]:
+    """Kill until a whole look at /proc, and at the control groups of these generations, finds nobody."""
     seen: set[Order] = set()
+    groups = {pid: started for generation in unproven for pid, started in generation.groups.items()}
+    cgroups = [(generation.order, folder) for generation in unproven if (folder := generation.cgroup) is not None]
 
     def wanted(rest: str) -> bool:
         order = _order_of(rest)
@@ -119,16 +157,19 @@ def _kill_what_is_left(job: JobState, groups: dict[int, int], below: Order, stuc
     pause = 0.005
     while True:
         left = processes.of_token(f"{job.namespace}/{job.job}/", wanted, str(job.state), groups)
+        for order, folder in cgroups:
+            members = cgroup.members(folder)
+            if members:
+                seen.add(order)
+                left += members
+                cgroup.kill(folder)
         if not left:
+            for _, folder in cgroups:
+                cgroup.remove(folder)
             return seen
         for process in left:
             processes.kill(process, signal.SIGKILL)
         if time.monotonic() > deadline:
-            pids = sorted(process.pid for process in left)
-            raise Refused(
-                "stuck",
-                f"processes {pids} are alive {stuck_after:g} s after SIGKILL; this node needs a reboot",
-                pids=pids,
-            )
+            raise _stuck(sorted({process.pid for process in left}), stuck_after)
         time.sleep(pause)
         pause = min(0.1, pause * 2)

@@ -6,24 +6,32 @@ journal, and stays to tell.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from typing import Dict, Iterable, Tuple
 
-from agent import evidence, journal, kernel_log, processes
+from agent import cgroup, evidence, journal, kernel_log, processes, users
 from agent.faults import pass_by
-from agent.lease import Vouchers
+from agent.lease import Lease, PeerClocks, Vouchers, measure_standstill
 from agent.loop import Channel, Loop
 from agent.peers import Answer, Peers
 from agent.progress import RankProgress
-from agent.protocol import Json, Token, now
+from agent.protocol import Json, Token, line, now
 from agent.state import Generation, JobState, boot_id
 
 PING = 2.0
 """Seconds between signs of life to the keeper."""
+KEEPER_SILENCE = 3.0
+"""Seconds without an answer to a sign of life after which a keeper is called silent: it answers each at once."""
+OVERDUE = 0.5
+"""Seconds past the end of the last grace after which the guard should have killed what is left, and evidently has not."""
+COMPARE = 2.0
+"""Seconds, at most, between two comparisons of clocks with the peers while a lease runs; a sixth of a lease if that is less."""
 LOOK = 0.5
 """Seconds between looks at progress while somebody watches: half of the second that heartbeats may be apart."""
 WATCHERS = 16
@@ -54,51 +62,62 @@ class Watcher:
         return self.channel.behind and now() > self.channel.written_at + max(1.0, 3 * self.heartbeat)
 
 
-def run(
-    generation: Generation,
-    token: Token,
-    order: Json,
-    listener: socket.socket,
-    peers: socket.socket,
-    link: int,
-    kernel: kernel_log.Mark,
-    news: Json,
-) -> None:
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Sockets:
+    watch: socket.socket
+    peers: socket.socket
+    link: int
+    """To the keeper."""
+    guard: int
+    """A pipe to the guard."""
+
+
+def run(generation: Generation, token: Token, order: Json, sockets: Sockets, kernel: kernel_log.Mark, news: Json) -> None:
     """Be the supervisor. The process was forked from the keeper a moment ago."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     processes.set_name("relaunch-sup")
-    processes.close_all_but([listener.fileno(), peers.fileno(), link, kernel.handle])
-    supervisor = Supervisor(generation, token, order, listener, peers, link, kernel)
+    kept = [sockets.watch.fileno(), sockets.peers.fileno(), sockets.link, sockets.guard]
+    processes.close_all_but([*kept, kernel.handle])
+    supervisor = Supervisor(generation, token, order, sockets, kernel)
     supervisor.hear_keeper(news)
     supervisor.run()
 
 
 class Supervisor:
-    def __init__(
-        self,
-        generation: Generation,
-        token: Token,
-        order: Json,
-        listener: socket.socket,
-        peers: socket.socket,
-        link: int,
-        kernel: kernel_log.Mark,
-    ) -> None:
+    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets, kernel: kernel_log.Mark) -> None:
         self.generation = generation
         self.token = token
         self.order = order
-        self.listener = listener
+        self.listener = sockets.watch
+        self.guard = sockets.guard
         self.loop = Loop()
         self.boot = boot_id(generation.state)
         self.state = "prepared"
         self.alive: list[int] = []
+        self.pids: dict[int, int] = {}
+        """pid by rank, of those that the keeper has not reaped."""
+        self.lease: Lease | None = None
+        """The keeper's, with what the keeper would have taken by now if it is stopped: the guard is told by this one."""
+        self.guard_pid = 0
+        self.kill_at: float | None = None
+        """While stopping: when the keeper sends SIGKILL."""
+        self.killed_at = 0.0
+        """When this process last did so in its place."""
+        self.unanswered_since: float | None = None
+        """When the sign of life was sent that the keeper has not answered."""
         self.alive_until: float | None = None
         """As of the keeper's last word, which is never later than what it holds by now. None: it cannot fall."""
         self.leased_until: float | None = None
         self.renewed = False
         self.vouchers = Vouchers(())
+        self.clocks = PeerClocks()
+        self.fences = False
         self.observations: list[Json] = []
         self.kernel = kernel
         self.kernel_reading: Json | None = None
@@ -114,9 +133,9 @@ class Supervisor:
         self.progress: dict[int, RankProgress] = {}
         self.pinged_at = self.looked_at = self.asked_at = 0.0
         self.leave_at: float | None = None
-        self.loop.watch(listener.fileno(), lambda events: self._accept())
-        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, peers, self._vitals)
-        self.link = Channel(self.loop, link, self.hear_keeper, self._keeper_went)
+        self.loop.watch(self.listener.fileno(), lambda events: self._accept())
+        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, sockets.peers, self._vitals)
+        self.link = Channel(self.loop, sockets.link, self.hear_keeper, self._keeper_went)
 
     def run(self) -> None:
         while self.leave_at is None or now() < self.leave_at:
@@ -126,6 +145,9 @@ class Supervisor:
     # --- the keeper ---
 
     def hear_keeper(self, told: Json) -> None:
+        self.unanswered_since = None
+        if "state" not in told:
+            return
         if "start" in told:
             self._begin(told["start"])
         self.state = told["state"]
@@ -134,6 +156,10 @@ class Supervisor:
         self.alive_until = told["alive_until"]
         self.leased_until = told["leased_until"]
         self.renewed = told["renewed"]
+        self.guard_pid, self.kill_at = told["guard"], told["kill_at"]
+        self.pids = {int(rank): pid for rank, pid in told["pids"]}
+        if self.lease is not None and self.leased_until is not None:
+            self.lease.set_times(self.leased_until, told["handle"], self.renewed)
         self._send_news()
         if self.state == "gone":
             self._say_end()
@@ -141,6 +167,8 @@ class Supervisor:
 
     def _begin(self, order: Json) -> None:
         self.peers.begin(order)
+        self.fences = order["fences"]
+        self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self.vouchers = Vouchers(peer["node"] for peer in order["peers"])
         self.pattern = re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
         self.launches = order.get("launched") is not None
@@ -165,7 +193,7 @@ class Supervisor:
         if missing:
             because = f"the keeper died; the exits of ranks {sorted(missing)} are not known"
             if left:
-                because += f"; processes {left} do not die"
+                because += f"; {users.describe(left)} does not die"
             record = journal.Journal(self.generation.journal)
             record.append(("KeeperDied", {"because": because}))
             record.close()
@@ -178,12 +206,15 @@ class Supervisor:
 
     def _kill_what_is_left(self) -> list[int]:
         """Kill the ranks and all that they forked; return what would not die."""
-        groups = self.generation.groups
+        groups, folder = self.generation.groups, self.generation.cgroup
         deadline = time.monotonic() + KILLING
         while True:
+            if folder is not None:
+                cgroup.kill(folder)
             left = processes.of_token(self.token.text, lambda rest: rest == "", str(self.generation.state), groups)
+            left += cgroup.members(folder) if folder is not None else []
             if not left or time.monotonic() > deadline:
-                return [process.pid for process in left]
+                return sorted({process.pid for process in left})
             for process in left:
                 processes.kill(process, signal.SIGKILL)
             time.sleep(0.01)
@@ -236,8 +267,41 @@ class Supervisor:
             else:
                 self._look()
                 self._beat(watcher)
-        elif "renew" in line and isinstance(line["renew"], dict) and isinstance(line["renew"].get("stamp"), (int, float)):
-            self.link.send({"renew": line["renew"]["stamp"]})
+        elif "renew" in line and isinstance(line["renew"], dict) and _is_time(line["renew"].get("stamp")):
+            age = line["renew"].get("age", 0.0)
+            if _is_time(age):
+                self._renew(float(line["renew"]["stamp"]), float(age))
+
+    def _renew(self, stamp: float, age: float) -> None:
+        """Pass a renewal on. The guard hears what follows from it here: the keeper may be stopped.
+
+        Args:
+            stamp: this node's clock in the heartbeat that the watcher has received.
+            age: seconds since then, by the watcher's clock.
+        """
+        at = now()
+        if stamp <= at:
+            self._count_standstill(measure_standstill(stamp, age, at))
+            stamp = min(stamp, at - age)
+        if self.lease is not None and self.lease.renew(stamp, at):
+            self._inform_guard()
+        self.link.send({"renew": stamp})
+
+    def _count_standstill(self, lost: float) -> None:
+        """Have the lease end earlier by the time for which this node's clock stood still."""
+        if lost > 0.0 and self.lease is not None:
+            self.clocks.forget()
+            self.lease.shift(lost)
+            self._inform_guard()
+            self.link.send({"stood_still": lost})
+
+    def _inform_guard(self) -> None:
+        if self.lease is None or self.state != "running":
+            return
+        try:
+            os.write(self.guard, line({"ends": self.lease.ends}))
+        except BlockingIOError:  # a guard that reads nothing is replaced by the keeper
+            pass
 
     def _send_news(self) -> None:
         """Send what the journal has for good and each watcher has not."""
@@ -264,7 +328,47 @@ class Supervisor:
         left = round(max(0.0, self.leased_until - now()), 3) if runs and self.leased_until is not None else None
         reports = {str(rank): progress.report() for rank, progress in self.progress.items()}
         reported = {rank: report for rank, report in reports.items() if report is not None}
-        watcher.channel.send({"heartbeat": {"stamp": now(), "alive": self.alive, "lease_left": left, "progress": reported}})
+        heartbeat: Json = {"stamp": now(), "alive": self._find_alive(), "lease_left": left, "progress": reported}
+        if self._keeper_silence is not None:
+            heartbeat["keeper_silent"] = round(self._keeper_silence, 1)
+        watcher.channel.send({"heartbeat": heartbeat})
+
+    def _find_alive(self) -> list[int]:
+        """Ranks that live. A keeper that is stopped reaps none, so the kernel is asked."""
+        found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
+        return [rank for rank in self.alive if rank in found and (process := found[rank]) is not None and process.lives]
+
+    @property
+    def _keeper_silence(self) -> float | None:
+        """For how many seconds the keeper has not answered, where that is long."""
+        if self.unanswered_since is None or now() < self.unanswered_since + KEEPER_SILENCE:
+            return None
+        return now() - self.unanswered_since
+
+    @property
+    def _kill_due_at(self) -> float | None:
+        """When to kill what keeper and guard should have killed; None where there is nothing to kill."""
+        if self.link.closed or self.state not in ("running", "stopping"):
+            return None
+        ends = None if self.lease is None or self.lease.ends is None else self.lease.ends + float(self.order["stop_grace"])
+        due = ends if self.state == "running" else self.kill_at
+        return None if due is None else max(due + OVERDUE, self.killed_at + OVERDUE)
+
+    def _kill_for_keeper(self) -> None:
+        """Kill the ranks: both the keeper and the guard are stopped, or hang."""
+        self.link.hear_pending()
+        if self._kill_due_at is None or now() < self._kill_due_at:
+            return
+        self.killed_at = now()
+        for process in processes.descendants(os.getppid(), without=[os.getpid(), self.guard_pid]):
+            processes.kill(process, signal.SIGKILL)
+
+    def _wake_keeper(self) -> None:
+        """Send SIGCONT to a keeper that was stopped: until it goes on, ranks that end are not reported."""
+        keeper = os.getppid()
+        found = processes.look(keeper)
+        if found is not None and found.state == "T":
+            os.kill(keeper, signal.SIGCONT)
 
     def _look(self) -> None:
         """Read progress; where a step or a checkpoint advanced, the next heartbeat comes within a second of the last."""
@@ -294,6 +398,8 @@ class Supervisor:
         times = [self.pinged_at + PING]
         if self.leave_at is not None:
             times.append(self.leave_at)
+        if self._kill_due_at is not None:
+            times.append(self._kill_due_at)
         if self.peers.busy:
             times.append(now() + 0.2)
         if self._ask_at is not None:
@@ -306,16 +412,23 @@ class Supervisor:
 
     @property
     def _ask_at(self) -> float | None:
-        """When the peers are to be asked, if they are: once the lease has passed."""
+        """When the peers are to be asked next, if they are: for their clocks while leased, for their word once the lease has passed."""
         if self.leased_until is None or not self.renewed:
             return None
-        return max(self.leased_until, self.asked_at + min(1.0, float(self.order["fence_after"]) / 5))
+        often = self.asked_at + min(1.0, float(self.order["fence_after"]) / 5)
+        if not self.fences or now() >= self.leased_until:
+            return max(self.leased_until, often)
+        return min(max(self.leased_until, often), self.asked_at + min(COMPARE, float(self.order["lease"]) / 6))
 
     def _tick(self) -> None:
         if now() >= self.pinged_at + PING:
             self.pinged_at = now()
-            self.link.send({"alive": True})
+            if not self.link.closed:
+                self._ping()
+        if self._kill_due_at is not None and now() >= self._kill_due_at:
+            self._kill_for_keeper()
         self.peers.expire()
+        self._see_alone()
         if self._ask_at is not None and now() >= self._ask_at:
             self.asked_at = now()
             self.peers.ask(self._peer_answered)
@@ -327,6 +440,14 @@ class Supervisor:
             elif now() >= watcher.due_at:
                 self._beat(watcher)
 
+    def _ping(self) -> None:
+        """Show the keeper that this process lives, and see whether the keeper does."""
+        if self.unanswered_since is None:
+            self.unanswered_since = now()
+            self.link.send({"alive": True})
+        elif self._keeper_silence is not None:
+            self._wake_keeper()
+
     # --- peers ---
 
     def _vitals(self) -> tuple[bool, bool]:
@@ -336,10 +457,30 @@ class Supervisor:
         alive = self.state == "running" and bool(self.alive) and (self.alive_until is None or at < self.alive_until)
         return alive, alive and self.renewed and self.leased_until is not None and at < self.leased_until
 
+    def _see_alone(self) -> None:
+        """Fence where nothing of the generation can be left elsewhere, and nobody watches it here.
+
+        So a machine finds itself that was paused while its gang was stopped: no peer tells it the time.
+        """
+        if self.state != "running" or not self.renewed or not self.fences or not self.peers.is_alone:
+            return
+        if not self.watchers:
+            named = ", ".join(sorted(self.peers.refused))
+            self.link.send({"alone": f"nobody watches here, no peer answers, and nothing of this generation lives on {named}"})
+            self.peers.refused.clear()
+            return
+        for watcher in self.watchers:  # one that is gone is seen to be gone when something is sent to it
+            watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
+
     def _peer_answered(self, answer: Answer) -> None:
+        if answer.stamp is not None:
+            self._count_standstill(self.clocks.compare(answer.node, answer.asked, answer.answered, answer.stamp))
         if answer.superseded is not None:
             self.link.send({"superseded": answer.superseded})
             return
         vouched = self.vouchers.answered(answer.node, answer.asked, answer.alive, answer.leased)
         if vouched is not None:
+            if self.lease is not None:
+                self.lease.vouched(vouched)
+                self._inform_guard()
             self.link.send({"vouched": vouched})

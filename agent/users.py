@@ -37,6 +37,18 @@ def using(reading: Json, living_only: bool = False) -> List[Tuple[int, str]]:
     return found
 
 
+def describe(pids: List[int]) -> str:
+    """Name processes for people: pid, user and program of the first few. Arguments may hold secrets."""
+    few = pids[: hold.NAMED]
+    found = tools.bounded(lambda: {str(pid): _who(pid) for pid in few}, NAMED_WITHIN) or {}
+    named = []
+    for pid in few:
+        who = found.get(str(pid)) or {}
+        named.append(f"pid {pid} ({who.get('user') or 'user unknown'}, {who.get('program') or 'program unknown'})")
+    more = len(pids) - len(few)
+    return ", ".join(named) + (f" and {more} more" if more else "")
+
+
 def refuse(users: List[Tuple[int, str]]) -> None:
     if users:
         because = ", ".join(f"pid {pid} uses GPU {bus_id}" for pid, bus_id in users[: hold.NAMED])

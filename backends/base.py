@@ -174,8 +174,12 @@ class WatchStream(Protocol):
         """
         ...
 
-    async def renew(self, stamp: float) -> None:
-        """Renew the node's lease from the heartbeat that carried `stamp`. Delivery is not confirmed."""
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        """Renew the node's lease from the heartbeat that carried `stamp`. Delivery is not confirmed.
+
+        `age`: seconds since that heartbeat was received, by a clock of the receiver. The node compares it with its own clock,
+        which may have stood still.
+        """
         ...
 
 

@@ -319,8 +319,8 @@ class AgentWatch:
             within, heard_at = self._silence if is_known else within - (now - heard_at), now
             yield line
 
-    async def renew(self, stamp: float) -> None:
-        await self._link.send({"id": self._id, "send": {"renew": {"stamp": stamp}}})
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        await self._link.send({"id": self._id, "send": {"renew": {"stamp": stamp, "age": age}}})
 
 
 def _refusal(line: bytes) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 
 from recovery.causes import HARDWARE_CAUSES
+from recovery.fencing import plan_generation, will_fence
 from recovery.fleet.messages import Claim, Place, Suspect
-from recovery.model import Incident, JobState, Phase
+from recovery.model import Incident, JobState, LaunchedGeneration, Phase
 
 SUSPECTS_TOLD = 8
 """The newest: a job of many faults says each of them again with every claim."""
@@ -77,6 +79,32 @@ def _claim(
         avoid=avoid,
         suspects=suspects(job),
         stays=tuple(node for node in keep if node in wanted),
+        launched=_launched(job, nodes),
+    )
+
+
+def _launched(job: JobState, nodes: int) -> tuple[LaunchedGeneration, ...]:
+    """Return the launches whose ranks may be alive, and the one that may follow without a word.
+
+    How far each has come is left out: the fleet may hear nothing of the next one on these nodes.
+    """
+    living = tuple(replace(one, complete=False, stopped=()) for one in job.launched)
+    if nodes <= 0:
+        return living
+    planned = replace(plan_generation(job, job.generation, ()), size=nodes, fences=will_fence(job, nodes))
+    return (*living, planned)
+
+
+def is_known_by(told: tuple[LaunchedGeneration, ...], launch: LaunchedGeneration) -> bool:
+    """Return whether who judges ranks of a launch by what the fleet was told waits long enough."""
+    planned = next((one for one in told if not one.nodes), None)
+    if planned is None or (planned.fences and not launch.fences):
+        return False
+    return not planned.fences or (
+        planned.lease >= launch.lease
+        and planned.fence_after >= launch.fence_after
+        and planned.stop_grace >= launch.stop_grace
+        and planned.valid_for >= launch.valid_for
     )
 
 

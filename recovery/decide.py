@@ -19,6 +19,7 @@ from recovery.events import (
     IncidentsArchived,
     Launched,
     LaunchFailed,
+    LaunchOrdered,
     LaunchRefused,
     LeaveAsked,
     LeaveDue,
@@ -149,7 +150,9 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return Ignore("nobody waits for a checkpoint any more")
         case LeaveAsked() | LeaveWithdrawn() | LeaveDue():
             return Ignore("a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted")
-        case ProgressSeen() | RanksFound() | RanksStopped() | RepairAsks() | PolicyChanged() | IncidentsArchived() | MessageRejected():
+        case ProgressSeen() | LaunchOrdered() | RanksFound() | RanksStopped() | RepairAsks() | PolicyChanged():
+            return Ignore(f"{event.kind} asks for nothing")
+        case IncidentsArchived() | MessageRejected():
             return Ignore(f"{event.kind} asks for nothing")
         case _:
             assert_never(event)

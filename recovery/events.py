@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from recovery.model import ExaminedNode, Slot
+from recovery.model import ExaminedNode, LaunchedGeneration, Slot
 from recovery.observations import Observation
 from recovery.policy import Policy, Strategy
 
@@ -32,10 +32,21 @@ class NodesAcquired:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchOrdered:
+    """The order to launch goes out with this: from here on ranks of it may exist."""
+
+    generation: int
+    launch: LaunchedGeneration
+    kind: Literal["LaunchOrdered"] = "LaunchOrdered"
+
+
+@dataclass(frozen=True, slots=True)
 class RanksFound:
     """Ranks of an earlier submission live on these nodes: it was ended without stopping them."""
 
     nodes: tuple[str, ...]
+    launched: tuple[LaunchedGeneration, ...] = ()
+    """What is known of the launches that they may be of."""
     kind: Literal["RanksFound"] = "RanksFound"
 
 
@@ -90,6 +101,8 @@ class NodeRefusal:
 class LaunchRefused:
     generation: int
     refusals: tuple[NodeRefusal, ...]
+    started: bool = False
+    """`start` was sent to some node: its ranks may run."""
     kind: Literal["LaunchRefused"] = "LaunchRefused"
 
 
@@ -117,6 +130,9 @@ class FaultObserved:
     """When the first of them reached the watcher."""
     silent: tuple[tuple[str, timedelta], ...] = ()
     """Nodes that did not answer at that moment, and for how long: not lost yet, but suspects where nobody else is."""
+    unheard: tuple[tuple[str, timedelta], ...] = ()
+    """Nodes reported lost before that have not returned, and for how long this watch has not heard
+    them: newer than what was reported."""
     kind: Literal["FaultObserved"] = "FaultObserved"
 
 
@@ -153,6 +169,8 @@ class RanksHung:
     because: str
     opened_at: datetime
     silent: tuple[tuple[str, timedelta], ...] = ()
+    """As in FaultObserved."""
+    unheard: tuple[tuple[str, timedelta], ...] = ()
     """As in FaultObserved."""
     kind: Literal["RanksHung"] = "RanksHung"
 
@@ -333,6 +351,7 @@ Event = Annotated[
     | NodesMissing
     | NodesOffered
     | NodesGranted
+    | LaunchOrdered
     | RanksFound
     | Launched
     | LaunchRefused

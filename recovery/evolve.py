@@ -18,6 +18,7 @@ from recovery.events import (
     IncidentsArchived,
     Launched,
     LaunchFailed,
+    LaunchOrdered,
     LaunchRefused,
     LeaveAsked,
     LeaveWithdrawn,
@@ -40,6 +41,14 @@ from recovery.events import (
 from recovery.evidence import Verdict
 from recovery.fencing import may_leave_lost_behind
 from recovery.incidents import close_incident, open_incident, pass_step, progressed, record_decision
+from recovery.launches import (
+    add_found,
+    complete_launch,
+    forget_node,
+    prove_stopped,
+    reserve_launch,
+    settle_failed_launch,
+)
 from recovery.leaving import clock, may_answer_leave, wanted
 from recovery.model import (
     Ask,
@@ -71,17 +80,20 @@ KEPT_NOTICES = 5
 
 def absorb(job: JobState, event: Event, now: datetime) -> JobState:
     """Take in what an event says, before anything is decided about it."""
+    if isinstance(event, LaunchOrdered):
+        # Whatever was decided since: what was ordered may have reached a node.
+        return reserve_launch(job, event.launch)
     if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
         return job
     match event:
         case NodesAcquired():
             return _acquired(job, event, now)
         case RanksFound():
-            return replace(job, maybe_alive=tuple(dict.fromkeys((*job.maybe_alive, *event.nodes))))
+            return add_found(job, event.nodes, event.launched)
         case Launched():
-            nodes = tuple(slot.node for slot in job.slots)
             incident = replace(job.incident, stopped=event.stopped_at, launched=event.started_at) if job.incident else None
-            return replace(job, maybe_alive=nodes, lost=(), launched_at=event.started_at, incident=incident)
+            job = complete_launch(job, event.generation)
+            return replace(job, lost=(), launched_at=event.started_at, incident=incident)
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
             return replace(job, recovering=replace(job.recovering, examined=event.examined))
         case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
@@ -97,12 +109,13 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return replace(job, next=Next(event.question, event.until))
         case LaunchFailed():
             return _absorb_failed_launch(job, event, now)
-        case FaultObserved() | RanksHung() | LaunchRefused():
+        case LaunchRefused():
+            job = settle_failed_launch(job, event.generation, started=event.started)
             return _absorb_fault(job, event, now)
+        case FaultObserved() | RanksHung():
+            return _absorb_fault(_hear_ages(job, event), event, now)
         case NodeUnreachable():
-            lost = (*(lost for lost in job.lost if lost.node != event.node), LostNode(event.node, now - event.unheard_for, event.because))
-            diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
-            return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
+            return _absorb_lost(job, event, now)
         case NodeReturned():
             job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
             if (
@@ -123,16 +136,10 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
             return progressed(close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
         case RanksSucceeded():
-            return replace(close_incident(job, now, "all ranks exited with 0"), maybe_alive=(), lost=())
+            return replace(close_incident(job, now, "all ranks exited with 0"), maybe_alive=(), launched=(), lost=())
         case RanksStopped():
-            gone = set(event.nodes)
             incident = replace(job.incident, stopped=event.at) if job.incident else None
-            return replace(
-                job,
-                maybe_alive=tuple(n for n in job.maybe_alive if n not in gone),
-                lost=tuple(lost for lost in job.lost if lost.node not in gone),
-                incident=incident,
-            )
+            return replace(prove_stopped(job, event.nodes), incident=incident)
         case LeaveAsked() if event.node in {slot.node for slot in job.slots}:
             return _asked_to_leave(job, event)
         case LeaveWithdrawn() if wanted(job, event.node) is not None:
@@ -141,11 +148,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case Answered() if event.node and not may_answer_leave(job, event.decision, event.node, now):
             return _answered_leave(job, event, now)
         case NodeDeclaredDead():
-            job = replace(
-                job,
-                maybe_alive=tuple(n for n in job.maybe_alive if n != event.node),
-                lost=tuple(lost for lost in job.lost if lost.node != event.node),
-            )
+            job = forget_node(job, event.node)
             return _notice(job, f"{event.by or 'a person'} declared {event.node} dead" + (f": {event.because}" if event.because else ""))
         case PolicyChanged():
             who = event.by or "a person"
@@ -329,7 +332,8 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     job = replace(job, recovering=None)
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
-        silent = tuple(LostNode(node, now - age, "it was silent when its gang failed") for node, age in fault.silent if node not in known)
+        because = "it was silent when its gang failed"
+        silent = tuple(LostNode(node, now - age, because, age) for node, age in fault.silent if node not in known)
         job = replace(job, lost=(*job.lost, *silent))
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step
@@ -341,6 +345,20 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     return open_incident(job, diagnosis, opened, now)
 
 
+def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
+    gone = LostNode(event.node, now - event.unheard_for, event.because, event.unheard_for)
+    lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
+    diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
+    return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
+
+
+def _hear_ages(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
+    """Take over how long the lost nodes have been silent by now; the longer of two ages counts."""
+    ages = dict(fault.unheard)
+    lost = tuple(replace(one, unheard_for=max(one.unheard_for, ages.get(one.node, one.unheard_for))) for one in job.lost)
+    return replace(job, lost=lost)
+
+
 def _repair_failed(job: JobState, because: str) -> JobState:
     """The rung is passed over from now on, for this fault; its try stays spent."""
     assert job.recovering is not None, "a repair is of something"
@@ -349,13 +367,11 @@ def _repair_failed(job: JobState, because: str) -> JobState:
 
 
 def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> JobState:
-    nodes = tuple(slot.node for slot in job.slots)
-    maybe_alive = tuple(dict.fromkeys((*job.maybe_alive, *nodes))) if event.started else job.maybe_alive
-    known = set(job.lost_names)
-    newly = tuple(
-        LostNode(n, now + event.may_start_within, event.because) for n in event.unreachable if n in maybe_alive and n not in known
-    )
-    job = replace(job, maybe_alive=maybe_alive, lost=(*job.lost, *newly))
+    job = settle_failed_launch(job, event.generation, started=event.started)
+    known, wait = set(job.lost_names), event.may_start_within
+    silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
+    newly = tuple(LostNode(node, now + wait, event.because, -wait) for node in silent)
+    job = replace(job, lost=(*job.lost, *newly))
     return open_incident(job, diagnose(job, event), now, now)
 
 

@@ -226,10 +226,43 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchedGeneration:
+    """Ranks that may be alive, and the times by which they stop themselves.
+
+    These are what the launch ordered. A policy that changes later changes the next launch only.
+    """
+
+    submission: int
+    generation: int
+    nodes: tuple[str, ...]
+    """Every node that it was launched on, but those that a person has declared dead."""
+    size: int
+    """How many nodes were launched: their supervisors ask each other."""
+    fences: bool
+    """The ranks stop themselves when they are cut off. False: only a proven stop ends them."""
+    lease: timedelta
+    fence_after: timedelta
+    stop_grace: timedelta
+    valid_for: timedelta
+    """How long a node that was prepared may still take the order to start."""
+    complete: bool = False
+    """Every node has answered that its ranks run: no order to start is on its way any more."""
+    stopped: tuple[str, ...] = ()
+    """Those of `nodes` on which this generation is proven stopped."""
+
+
+@dataclass(frozen=True, slots=True)
 class LostNode:
     node: str
     last_heard_at: datetime
+    """For people: the server's clock, which may be stepped."""
     because: str
+    unheard_for: timedelta = timedelta(0)
+    """How long it had been silent when that was reported, measured by one clock of one watch.
+
+    Its lease was not renewed in that time, nor after it. Negative: an order that was sent may
+    still start its ranks for so long.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +401,9 @@ class JobState:
     """By which the newest generation was decided."""
     maybe_alive: tuple[str, ...] = ()
     """Nodes on which ranks of some generation of this job may live: started there and not proven gone."""
+    launched: tuple[LaunchedGeneration, ...] = ()
+    """Launches whose ranks may be alive, also of earlier submissions; the newest last. Each is
+    written down before its ranks can exist, and kept until they are proven gone everywhere."""
     lost: tuple[LostNode, ...] = ()
     asked: Ask | None = None
     """What a person was asked last, as it was asked first."""

@@ -13,11 +13,11 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter
 
     from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
-    from recovery.claim import as_it_is, claim, give_back
+    from recovery.claim import as_it_is, claim, give_back, is_known_by
     from recovery.events import Event, NodesGranted, NodesMissing, RanksFound
     from recovery.fleet.messages import Claim, Grant, Offer, Place
     from recovery.leaving import left_out
-    from recovery.model import JobState, Relaunch, Slot
+    from recovery.model import JobState, LaunchedGeneration, Relaunch, Slot
     from recovery.ranks import keep_places
     from workflows import orders
     from workflows.messages import ClaimsCarried
@@ -38,6 +38,8 @@ class Claims:
         self._answers: list[Grant] = []
         self.more_at = carried.more_at
         """When the job would take more, as the fleet was told last."""
+        self._launched = carried.launched
+        """By which times its ranks stop themselves, as the fleet was told last."""
         self._more = carried.more
         """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
         self._asks = 0
@@ -48,7 +50,7 @@ class Claims:
 
     @property
     def carried(self) -> ClaimsCarried:
-        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more)
+        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more, launched=self._launched)
 
     @property
     def waits(self) -> bool:
@@ -88,7 +90,7 @@ class Claims:
         if grant.kind == "granted":
             self._more, self.fewer = grant.places, grant.fewer
         if grant.holding:
-            self._tell(RanksFound(grant.holding))
+            self._tell(RanksFound(grant.holding, grant.launched))
         self._tell(NodesGranted(generation, tuple(place.node for place in grant.places)))
 
     @property
@@ -142,9 +144,13 @@ class Claims:
                 await self._ask(keep, unwanted, queue=grant.kind == "yield")
             waits = True
         if grant.holding:
-            self._tell(RanksFound(grant.holding))
+            self._tell(RanksFound(grant.holding, grant.launched))
             await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job().maybe_alive))
         return keep_places(self._job().slots if keep else (), grant.places)
+
+    def must_tell_times(self, launch: LaunchedGeneration) -> bool:
+        """Return whether a later submission would wait too short a time for ranks of this launch."""
+        return not is_known_by(self._launched, launch)
 
     async def say_what_is_left(self) -> None:
         """The job goes on with the nodes of its slots, and holds no other one any more."""
@@ -179,7 +185,7 @@ class Claims:
             self._answers.append(grant)
         elif grant.holding:
             # It had all that it wanted; what is new is where older ranks live. They are stopped with the next launch, or at the end.
-            self._tell(RanksFound(grant.holding))
+            self._tell(RanksFound(grant.holding, grant.launched))
 
     def _as_it_is(self, seq: int) -> Claim:
         return as_it_is(self._job(), seq, self.nodes)
@@ -188,7 +194,7 @@ class Claims:
         self._seq += 1
         self._answers.clear()
         job, message = self._job(), make(self._seq)
-        self.more_at = message.more_at
+        self.more_at, self._launched = message.more_at, message.launched
         try:
             await orders.unless_cancelled(
                 workflow.execute_activity_method(

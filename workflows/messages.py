@@ -22,7 +22,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.fleet.messages import Offer, Place, Withdraw
-from recovery.model import Incident, JobState, Phase
+from recovery.model import Incident, JobState, LaunchedGeneration, Phase
 from recovery.policy import Policy, Strategy, resolve
 from recovery.spec import Duration, JobSpec, Name, Strict
 
@@ -46,6 +46,8 @@ class ClaimsCarried:
     """When it would take more, as the fleet was told last."""
     more: tuple[Place, ...] = ()
     """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
+    launched: tuple[LaunchedGeneration, ...] = ()
+    """By which times its ranks stop themselves, as the fleet was told last."""
 
 
 @dataclass(frozen=True, slots=True)

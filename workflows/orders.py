@@ -27,7 +27,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.stopping import StopRanksInput
     from activities.watch import WatchActivities, beat_interval
     from recovery.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, NodesExamined, RanksStopped, RepairEnded
-    from recovery.fencing import fences
+    from recovery.fencing import living_generations, running_timeouts, will_fence
     from recovery.leaving import at_checkpoint
     from recovery.model import Examine, Incident, JobState, Repair, Slot, Token
     from recovery.ranks import processes_of
@@ -98,7 +98,7 @@ def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list
             slots=slots[first : first + SHARD],
             timeouts=job.policy.timeouts,
             max_restarts=job.policy.max_restarts,
-            fences=fences(replace(job, slots=slots)),
+            fences=will_fence(job, len(slots)),
             first_group_rank=first,
         )
         for first in range(0, len(slots), SHARD)
@@ -130,7 +130,7 @@ async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str) -> La
 def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
     """What a launch came to: refused beats unreachable beats success, shard by shard."""
     if refusals := tuple(refusal for output in outputs for refusal in output.refusals):
-        return LaunchRefused(token.generation, refusals)
+        return LaunchRefused(token.generation, refusals, any(output.start_sent for output in outputs))
     if unreachable := tuple(node for output in outputs for node in output.unreachable):
         started = any(output.start_sent for output in outputs)
         because = next(output.because for output in outputs if output.unreachable)
@@ -142,7 +142,7 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
 
 
 async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int], exited: dict[str, tuple[int, ...]]) -> WatchReport:
-    timeouts = job.policy.timeouts
+    timeouts = running_timeouts(job)
     names = set(nodes)
     return await workflow.execute_activity_method(
         WatchActivities.watch_ranks,
@@ -193,10 +193,11 @@ async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], sum
                 nodes=nodes,
                 timeouts=job.policy.timeouts,
                 gang_size=job.spec.node_count,
-                unheard_for=tuple((lost.node, workflow.now() - lost.last_heard_at) for lost in job.lost),
-                fences=fences(job),
+                # As long as it had been when it was reported: what has passed since then is known
+                # by the server's clock only, which may be stepped.
+                unheard_for=tuple((lost.node, lost.unheard_for) for lost in job.lost),
                 once=once,
-                witnesses=job.maybe_alive,
+                generations=living_generations(job),
             ),
             start_to_close_timeout=FOR_EVER,
             heartbeat_timeout=BEAT,

@@ -22,6 +22,7 @@ with workflow.unsafe.imports_passed_through():
         DeadlinePassed,
         Event,
         IncidentsArchived,
+        LaunchOrdered,
         NodeDeclaredDead,
         NodesAcquired,
         NodesGranted,
@@ -30,7 +31,7 @@ with workflow.unsafe.imports_passed_through():
         Submitted,
     )
     from recovery.evolve import absorb, evolve, finish, resubmit
-    from recovery.fencing import fences
+    from recovery.fencing import fences, plan_generation, will_fence
     from recovery.fleet.messages import Place
     from recovery.ladder import left_with, why_left
     from recovery.leaving import left_out
@@ -68,6 +69,8 @@ class TrainingJob(Mailbox):
         self._leaving: list[asyncio.Task[None]] = []
         self._launching = False
         """Ranks may have been ordered that `maybe_alive` does not know of."""
+        self._relaunching: Relaunch | None = None
+        """Decided, and not at an end yet."""
         self._watches = Watches(lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
@@ -138,6 +141,7 @@ class TrainingJob(Mailbox):
 
     def _take(self, event: Event) -> None:
         now = workflow.now()
+        waited_for = self._job.maybe_alive
         self._job = absorb(self._job, event, now)
         decision = decide(self._job, event, now)
         self._job = evolve(self._job, decision, now)
@@ -148,6 +152,10 @@ class TrainingJob(Mailbox):
                 self._dead = tuple(dict.fromkeys((*self._dead, event.node)))
                 if (ending := self._job.ending) is not None:
                     self._replace_act(lambda: self._stop(once=ending.phase is Phase.SUCCEEDED))  # without that node
+                elif isinstance(decision, Ignore) and event.node in waited_for and self._relaunching is not None:
+                    # Of an earlier submission: its ranks are stopped before the launch, which goes on.
+                    relaunching = self._relaunching
+                    self._replace_act(lambda: self._relaunch(relaunching))
         if not isinstance(decision, Ignore):
             workflow.logger.info("%s -> %s: %s", event.kind, decision.kind, decision.because, extra={"generation": self._job.generation})
         if not isinstance(decision, Ignore | Wait) or isinstance(event, NodesGranted):
@@ -161,8 +169,11 @@ class TrainingJob(Mailbox):
             self._archiving = asyncio.create_task(self._archive())
 
     def _carry_out(self, decision: Decision) -> None:
+        if not isinstance(decision, Ignore | Wait):
+            self._relaunching = None
         match decision:
             case Relaunch():
+                self._relaunching = decision
                 self._deadline.set(None)
                 self._watches.stop()
                 self._replace_act(lambda: self._relaunch(decision))
@@ -244,7 +255,7 @@ class TrainingJob(Mailbox):
         slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
         left_behind = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
         # Ranks that are alone do not fence themselves, and as part of a gang they would be taken for ranks that do.
-        alone = bool(self._job.maybe_alive) and not fences(self._job) and fences(replace(self._job, slots=slots))
+        alone = bool(self._job.maybe_alive) and not fences(self._job) and will_fence(self._job, len(slots))
         if left_behind or alone:
             # Everywhere, not only there: a node that was cut off stops itself only when some other node no longer vouches for it.
             before = decision.generation - 1
@@ -257,9 +268,19 @@ class TrainingJob(Mailbox):
             await workflow.wait_condition(lambda: self._job.slots == slots)
             await self._claims.say_what_is_left()
         token = replace(self._job.token, generation=decision.generation)
+        nodes = tuple(slot.node for slot in slots)
+        while self._claims.must_tell_times(plan_generation(self._job, decision.generation, nodes)):
+            # The policy has changed: who submits this job again must not judge its ranks by less.
+            await self._claims.say_what_is_left()
+            if superseded():
+                return
+        # From the same state as the orders: a policy that changes from here on changes the next launch.
+        launch = plan_generation(self._job, decision.generation, nodes)
+        self._inbox.append(LaunchOrdered(decision.generation, launch))
         self._launching = True
         self._inbox.append(await orders.launch(self._job, token, slots))
         self._launching = False
+        self._relaunching = None
 
     async def _let_go(self) -> None:
         """A person is asked, and it may take long: what was asked of the fleet and not granted is not wanted meanwhile."""

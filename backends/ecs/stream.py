@@ -115,7 +115,7 @@ class TaskStream:
                 async with asyncio.timeout(max(0.0, wake - time.monotonic())):
                     await followed.changed()
 
-    async def renew(self, stamp: float) -> None:
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
         """A task holds no lease."""
 
     def _hello(self) -> Line:
@@ -189,7 +189,7 @@ class EndedStream:
             yield {"observation": {"seq": ECS_SEQ, "at": time.time(), "stamp": time.monotonic(), **vanished(self._because)}}
         yield {"end": {}}
 
-    async def renew(self, stamp: float) -> None:
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
         """A task holds no lease."""
 
 

@@ -310,7 +310,7 @@ class Node:
     def ask(self, peer: str, token: Token, secret: str) -> tuple[str | None, bool, bool] | None:
         """Ask another node about a generation: why it is superseded (or None), whether it is alive there, whether leased."""
         other = self._nodes.get(peer)
-        if other is None or self.down or other.down or "peers" in (*other.cuts, *self.cuts):
+        if other is None or self.down or other.down or self._is_cut_from(other):
             return None
         job = other.jobs.get((token.namespace, token.job))
         generation = None if job is None else job.generations.get(token)
@@ -324,6 +324,11 @@ class Node:
         if job.prepared is not None and job.prepared > token:
             return f"knows {job.prepared}", False, False
         return None, *generation.peer_view(self.clock.time())
+
+    def _is_cut_from(self, other: Node) -> bool:
+        if "peers" in (*other.cuts, *self.cuts):
+            return True
+        return f"peers:{other.name}" in self.cuts or f"peers:{self.name}" in other.cuts
 
     # --- refusals ---
 

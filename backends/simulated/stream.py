@@ -70,7 +70,7 @@ class Stream:
             elif not self._woken.is_set():
                 await wait_for(clock, self._woken, due - clock.time())
 
-    async def renew(self, stamp: float) -> None:
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
         node, world = self._node, self._world
         place = world.record.call(world.clock.wall(), node.name, "renew", self._token, stamp)
         faults = world.faults(node.name, "renew", self._token)

@@ -125,7 +125,9 @@ def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
     because = f"{_named(named)} joined" if named else "it goes on with what it has"
     if holding:
         because += f"; ranks of an earlier submission may live on {_named(holding)}"
-    return Grant(claim.submission, claim.seq, places=places, because=because, holding=holding)
+    return Grant(
+        claim.submission, claim.seq, places=places, because=because, holding=holding, launched=record.inherited_launched if holding else ()
+    )
 
 
 def _answered(done: Allocation, record: ClaimRecord, grant: Grant, now: datetime) -> None:

@@ -11,6 +11,7 @@ from recovery.facts import text
 from recovery.fleet.facts import Reclaimed
 from recovery.fleet.messages import Claim, Place, Suspect
 from recovery.fleet.model import ClaimRecord, FleetState, GivenBack, Mark, NodeLook, NodeRecord, Standing
+from recovery.model import LaunchedGeneration
 
 KEPT_MARKS = 20
 """Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""
@@ -47,7 +48,9 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
 def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
     for record in [record for record in state.claims if record.key in jobs]:
         # What it was granted and what it held is kept until nobody lives there.
-        after = replace(record, closed=True, told=True)
+        # Which nodes were launched together must be known when some of them are free again.
+        claim = replace(record.claim, launched=record.launched)
+        after = replace(record, claim=claim, inherited_launched=(), closed=True, told=True)
         state = _with(state, after) if after.places else without(state, after, now)
     return state
 
@@ -93,6 +96,7 @@ def all_retracted(record: NodeRecord, because: str) -> NodeRecord:
 
 def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimRecord:
     inherited: tuple[Place, ...] = ()
+    launched: tuple[LaunchedGeneration, ...] = ()
     since = now
     if known is not None:
         shares = {place.node: place.gpus for place in known.places}
@@ -101,15 +105,18 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
             claim, holds=tuple(place if place.gpus else replace(place, gpus=shares.get(place.node, ())) for place in claim.holds)
         )
         if claim.submission > known.claim.submission:
-            inherited = known.places
+            inherited, launched = known.places, known.launched
         else:
             since = known.waiting_since or now if known.waits else now
-            inherited = () if _has_seen(claim, known) else known.inherited
+            if not _has_seen(claim, known):
+                inherited, launched = known.inherited, known.inherited_launched
         inherited = _less(inherited, [place.node for place in claim.holds])
     if claim.nodes > 0:
-        return ClaimRecord(claim, waiting_since=since, inherited=inherited)
+        return ClaimRecord(claim, waiting_since=since, inherited=inherited, inherited_launched=launched if inherited else ())
     # It has ended and never said what became of the ranks before it: they are stopped for it.
-    return ClaimRecord(claim, granted=(), inherited=inherited, closed=bool(inherited) and not claim.holds)
+    return ClaimRecord(
+        claim, granted=(), inherited=inherited, inherited_launched=launched if inherited else (), closed=bool(inherited) and not claim.holds
+    )
 
 
 def _knew(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Literal
 
 from recovery.causes import Cause
+from recovery.model import LaunchedGeneration
 
 # --- between a job and its fleet --------------------------------------------------------------------------------------------
 
@@ -72,6 +73,9 @@ class Claim:
     """It runs on what it keeps, and may be offered more, up to `most`, from then on. None: `most` is wanted now."""
     stays: tuple[str, ...] = ()
     """Those of `keep` that it was asked to leave and is on still: it has a while for that."""
+    launched: tuple[LaunchedGeneration, ...] = ()
+    """By which times ranks of it stop themselves, where they may live. Without nodes: what it will
+    launch on the nodes that this claim is granted. A later submission judges silent nodes by it."""
 
     @property
     def up_to(self) -> int:
@@ -103,6 +107,8 @@ class Grant:
     because: str = ""
     holding: tuple[str, ...] = ()
     """Nodes on which ranks of an earlier submission of this job may live: it stops them first."""
+    launched: tuple[LaunchedGeneration, ...] = ()
+    """What is known of those ranks. Of a node that is in none of these nothing is known."""
     fewer: str = ""
     """Why there are fewer than the job would take, in words for people; empty: there are not."""
 

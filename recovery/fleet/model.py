@@ -11,6 +11,7 @@ from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet.inventory import GpuUse, Inventory, shortage
 from recovery.fleet.messages import Claim, Grant, Offer, Permit, PermitRequest, Place, Withdraw
+from recovery.model import LaunchedGeneration
 from recovery.spec import FleetLimits, FleetNode
 
 # --- what is known of nodes --------------------------------------------------------------------------------------------------
@@ -146,6 +147,8 @@ class ClaimRecord:
     """Its workflow has ended without giving its nodes back: whatever ranks are left are being stopped."""
     inherited: tuple[Place, ...] = ()
     """What an earlier submission of this job held, until this one has said that it knows."""
+    inherited_launched: tuple[LaunchedGeneration, ...] = ()
+    """The launches whose ranks may live there."""
     answer: Grant | None = None
     """The last one to this claim, other than that it waits."""
     told: bool = True
@@ -171,6 +174,13 @@ class ClaimRecord:
                 gpus = tuple(sorted({*other.gpus, *place.gpus})) if other.gpus and place.gpus else ()
                 places[place.node] = replace(place, gpus=gpus)
         return tuple(places.values())
+
+    @property
+    def launched(self) -> tuple[LaunchedGeneration, ...]:
+        """The launches whose ranks may live on `places`, each with its nodes."""
+        granted = tuple(place.node for place in self.granted or ())
+        own = (one if one.nodes else replace(one, nodes=granted, size=len(granted)) for one in self.claim.launched)
+        return (*self.inherited_launched, *(one for one in own if one.nodes))
 
     @property
     def waits(self) -> bool:

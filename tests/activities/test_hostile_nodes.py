@@ -42,7 +42,7 @@ class Liar:
             yield line
         await asyncio.sleep(600)
 
-    async def renew(self, stamp: float) -> None:
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
         self.renewed.append(stamp)
 
 

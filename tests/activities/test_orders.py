@@ -47,6 +47,21 @@ async def test_the_last_attempt_says_who_did_not_answer_and_whether_ranks_may_ru
     assert "n2" in answer.because
 
 
+async def test_a_launch_that_gives_up_at_prepare_says_that_an_attempt_before_it_may_have_started_ranks() -> None:
+    lost = Fault(kind="lose_order", command="prepare", node="n2", nth=None)
+    fleet = stand(Script(faults=(lost,)))
+    stamps = {"n1": 1.0, "n2": 2.0}
+    answer = await environment(attempt=LAUNCH_ATTEMPTS, details=(stamps,)).run(fleet.jobs.launch_ranks, fleet.launch_input())
+    assert (answer.unreachable, answer.start_sent) == (("n2",), True)
+
+
+@pytest.mark.parametrize(("command", "sent"), [("prepare", False), ("start", True)])
+async def test_a_refusal_says_whether_ranks_of_others_may_run(command: str, sent: bool) -> None:
+    fleet = stand(Script((Refuse(command=command, node="n1", why="held", because="it is examined"),)))  # type: ignore[arg-type]
+    answer = await fleet.launch()
+    assert ([refusal.node for refusal in answer.refusals], answer.start_sent) == (["n1"], sent)
+
+
 async def test_a_refusal_is_told_at_once_and_nothing_is_started() -> None:
     fleet = stand(Script((Refuse(command="prepare", node="n1", why="stuck", because="rank 0 is in D state"),)))
     answer = await fleet.launch()

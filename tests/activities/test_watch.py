@@ -10,6 +10,8 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
+import activities.gang
+import activities.watch
 from activities.gang import GATHER_CASCADES
 from activities.reports import WatchHeartbeat
 from activities.watch import Superseded
@@ -88,6 +90,40 @@ async def test_a_lost_node_that_answers_again_has_returned() -> None:
     await fleet.launch()
     report = await fleet.watch(lost=("n2",))
     assert report.events == (NodeReturned(1, "n2"),)
+
+
+async def test_a_node_that_returns_while_a_fault_is_gathered_is_named_and_its_lease_is_not_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activities.gang, "GATHER_CASCADES", 2.0)
+    monkeypatch.setattr(activities.watch, "RECONNECT", (0.05, 0.1))
+    # The fault is an echo, so that the report waits for its root while n2 returns.
+    echo = Exit(rank=0, exit_code=1, after=0.3, log_tail=CASCADE)
+    fleet = stand(Script((echo,)), ranks=1, timeouts={"lease": "6s", "heartbeat": "100ms"})
+    monkeypatch.setattr(activities.watch, "renewal_interval", lambda _: 0.1)
+    await fleet.launch()
+    fleet.backend.cut("n2", "controller-in", "controller-out")
+    watching = asyncio.create_task(fleet.watch(lost=("n2",)))
+    await eventually(lambda: any(life.kind == "ended" and life.node == "n1" for life in fleet.backend.lives), "failed")
+    fleet.backend.heal("n2")
+    report = await watching
+    assert report.events[0] == NodeReturned(1, "n2")
+    assert isinstance(report.events[-1], FaultObserved)
+    assert any(call.command == "watch" and call.node == "n2" and call.outcome == "done" for call in fleet.backend.calls)
+    renewed = [call for call in fleet.backend.calls if (call.command, call.node) == ("renew", "n2")]
+    assert renewed == [], "the job may go on without n2, and judges it by when it was lost"
+
+
+async def test_a_fault_says_how_long_lost_nodes_have_been_silent_by_now() -> None:
+    fleet = stand(Script((Exit(rank=0, exit_code=1, after=0.6, error=error_file("boom")),)), ranks=1)
+    await fleet.launch()
+    fleet.backend.cut("n2")
+    began = time.monotonic()
+    fault = (await fleet.watch(lost=("n2",))).events[-1]
+    assert isinstance(fault, FaultObserved)
+    ((node, age),) = fault.unheard
+    assert (node, fault.silent) == ("n2", ())
+    assert 0.3 <= age.total_seconds() <= time.monotonic() - began
 
 
 async def test_leases_are_renewed_after_an_acknowledged_heartbeat_and_not_without_one() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
+from activities.gang import Gang
 from activities.reports import WatchRanksInput
 from activities.watch import WatchActivities
+from recovery.hang import Pace
 from recovery.model import Token
 from recovery.policy import HangLimits, Timeouts
 
@@ -43,7 +45,7 @@ class OneNode:
         yield {"heartbeat": {"stamp": 1.0}}
         await asyncio.Event().wait()
 
-    async def renew(self, stamp: float) -> None:
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
         return
 
     # The client's side: a server that acknowledges every heartbeat.
@@ -61,3 +63,28 @@ async def test_a_rank_that_exits_as_the_first_heartbeat_arrives_ends_the_watch(p
     async with asyncio.timeout(10):
         report = await ActivityEnvironment().run(WatchActivities(node, node).watch_ranks, order)
     assert report.all_succeeded
+
+
+class Renewals:
+    """A stream that notes what it is asked to renew."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        self.seen.append((stamp, age))
+
+
+async def test_a_renewal_says_for_how_long_its_heartbeat_has_been_here() -> None:
+    order = WatchRanksInput(Token("default", "hi", 1, 1), "default", ("n1",), 1, datetime.now(UTC), Timeouts(), HangLimits())
+    gang = Gang(order, Pace(started_at=order.launched_at, expected=False))
+    stream: Any = Renewals()
+    gang.connected("n1", stream)
+    gang.line("n1", {"heartbeat": {"stamp": 7.0}})
+    stamps = gang.stamps()
+    await asyncio.sleep(0.05)
+    gang.line("n1", {"heartbeat": {"stamp": 8.0}})  # after the acknowledgement: not what is renewed from
+    await gang.renew(stamps)
+    ((stamp, age),) = stream.seen
+    assert stamp == 7.0
+    assert age >= 0.05

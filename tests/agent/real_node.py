@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent.state import boot_id
+from agent import cgroup
+from agent.state import boot_id, read_json
 
 Json = dict[str, Any]
 PATIENCE = 15.0
@@ -77,6 +78,13 @@ def done(answer: Any) -> dict[str, Any]:
     assert answer is not None
     assert answer["outcome"] == "done", answer
     return dict(answer)
+
+
+def line_to_keeper(node: Node, value: Json) -> None:
+    """Give an order to the keeper itself, as a command does, and do not wait for more than that it was heard."""
+    with node.to_keeper() as caller:
+        caller.sendall(json.dumps(value).encode() + b"\n")
+        assert caller.recv(4096)
 
 
 class Stream:
@@ -311,6 +319,14 @@ class Node:
         own = {None if self.process is None else self.process.pid}
         return [pid for pid in self.processes() if pid not in own and name(pid) not in ("relaunch-idle", "relaunch-order")]
 
+    def _remove_cgroups(self) -> None:
+        """Remove the control groups of this node's generations, which no agent is left to remove."""
+        for launch in self.state.glob("jobs/*/*-*/started.json"):
+            folder = (read_json(launch) or {}).get("cgroup")
+            if folder is not None:
+                cgroup.kill(folder)
+                cgroup.remove(folder)
+
     def kill_everything(self) -> None:
         """As a power cut would: nobody is left to write down how the others ended."""
 
@@ -327,5 +343,6 @@ class Node:
 
         all_get(signal.SIGSTOP)
         eventually(none_left)
+        self._remove_cgroups()
         if self.process is not None:
             self.session_broke()

@@ -112,15 +112,21 @@ def test_a_rank_of_another_node_on_this_machine_is_ours_and_whoever_only_says_so
     assert users.ours(node.state, [rank, stranger.pid]) == [rank]
     liar = {**os.environ, "RELAUNCH_TOKEN": "default/llama/1/1", "RELAUNCH_NODE_STATE": "/proc/1/root"}
     with subprocess.Popen(["sleep", "1000"], env=liar) as process:
-        assert users.ours(node.state, [process.pid]) == []
-        process.kill()
+        try:
+            eventually(lambda: b"RELAUNCH_TOKEN" in Path(f"/proc/{process.pid}/environ").read_bytes())
+            assert users.ours(node.state, [process.pid]) == []
+        finally:
+            process.kill()
 
 
 def test_a_tool_that_we_run_on_the_gpus_is_ours(node: Node) -> None:
     marked = {**os.environ, "RELAUNCH_HOLD": "diagnose", "RELAUNCH_NODE_STATE": str(node.state)}
     with subprocess.Popen(["sleep", "1000"], env=marked) as tool:
-        assert users.ours(node.state, [tool.pid]) == [tool.pid]
-        tool.kill()
+        try:
+            # The kernel shows the environment of a new program a moment after it has begun.
+            eventually(lambda: users.ours(node.state, [tool.pid]) == [tool.pid])
+        finally:
+            tool.kill()
 
 
 @pytest.mark.long  # the contract of the backends has it

@@ -201,14 +201,16 @@ def test_an_answer_that_was_changed_on_its_way_is_none(make_node: Callable[..., 
     assert {(answer["alive"], answer["leased"]) for answer in seen} == {(True, False)}
 
 
-def test_a_keeper_that_wakes_after_its_grace_kills_at_once(node: Node) -> None:
+def test_a_node_that_wakes_after_its_grace_kills_at_once(node: Node) -> None:
     pids = node.run(1, python(STUBBORN), lease=1.0, stop_grace=2.0)
     eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
     began = boottime()
-    os.kill(node.pid("keeper"), signal.SIGSTOP)
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    for pid in helpers:
+        os.kill(pid, signal.SIGSTOP)
     eventually(lambda: boottime() > began + 3.0)
     assert all(map(alive, pids.values()))
-    os.kill(node.pid("keeper"), signal.SIGCONT)
+    os.kill(helpers[-1], signal.SIGCONT)
     woke = boottime()
     eventually(lambda: not any(map(alive, pids.values())))
     assert boottime() - woke < 1.9, "less than the grace that it slept through"

@@ -10,6 +10,7 @@ from typing import Any
 from boto3.dynamodb.types import TypeDeserializer
 
 from backends import local
+from backends.ecs import reboots
 from tests.chaos.places import Lines, copy_state
 from tests.doubles.aws import AwsDouble, Instance
 from tests.doubles.aws.values import REGION
@@ -73,6 +74,12 @@ class EcsPlaces:
                 self._notices.append(json.loads(message["Body"]))
                 self._calls.sqs.delete_message(QueueUrl=self._inbox, ReceiptHandle=message["ReceiptHandle"])
         return self._notices
+
+    def repair_tags(self, name: str) -> list[str]:
+        """Return what relaunch wrote on an instance about its reboots and power cycles."""
+        ec2_id = self.instances[name].ec2_id
+        tags = self._calls.ec2.describe_tags(Filters=[{"Name": "resource-id", "Values": [ec2_id]}])["Tags"]
+        return [tag["Value"] for tag in tags if tag["Key"].startswith(reboots.PREFIX)]
 
     def rows(self, table: str) -> dict[str, dict[str, Any]]:
         """What is in a table, by its key."""

@@ -1,0 +1,78 @@
+"""What a rank has forked is found by its control group, whatever it did to its session, parent and environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from real_node import Node, alive, eventually, name
+
+from agent import cgroup
+
+STRAY = "setsid env -i setsid sleep 1000 & exec sleep 1000"
+
+
+def run_with_stray(node: Node) -> tuple[dict[str, int], int, Path]:
+    """Start a rank that leaves a process of another session without an environment; return both and their control group."""
+    pids = node.run(1, ["sh", "-c", STRAY], ranks=1)
+    folder = json.loads((node.folder() / "started.json").read_text())["cgroup"]
+    if folder is None:
+        pytest.skip("no control group can be made here: cgroup v2 is not mounted, or not ours to change")
+
+    def find() -> int | None:
+        members = {int(text) for text in (Path(folder) / "cgroup.procs").read_text().split()}
+        own = set(pids.values())
+        strays = [pid for pid in members - own if name(pid) == "sleep" and pid not in node.processes()]
+        return strays[0] if own <= members and strays else None
+
+    return pids, eventually(find, "the guard moves nothing into the control group"), Path(folder)
+
+
+def test_a_killed_keeper_leaves_no_process_without_an_environment(node: Node) -> None:
+    pids, stray, _ = run_with_stray(node)
+    os.kill(node.pid("keeper"), signal.SIGKILL)
+    eventually(lambda: not alive(stray) and not alive(pids["0"]))
+    eventually(lambda: "KeeperDied" in [seen["kind"] for seen in node.journal()])
+
+
+def test_a_stop_finds_what_is_left_when_all_that_knew_of_it_are_killed(node: Node) -> None:
+    pids, stray, folder = run_with_stray(node)
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in helpers:
+            os.kill(pid, number)
+    eventually(lambda: not alive(pids["0"]))
+    assert alive(stray), "something else killed it: the test shows nothing"
+    assert node.stop() == {"outcome": "done", "stopped": [[1, 1]]}
+    assert not alive(stray)
+    assert not folder.exists()
+
+
+def test_a_control_group_is_removed_with_its_generation(node: Node) -> None:
+    _, _, folder = run_with_stray(node)
+    node.stop()
+    eventually(lambda: not folder.exists())
+
+
+def test_a_control_group_that_a_dead_keeper_left_is_removed_by_the_next_launch(node: Node) -> None:
+    _, _, folder = run_with_stray(node)
+    for pid in (node.pid("supervisor"), node.pid("guard"), node.pid("keeper")):
+        os.kill(pid, signal.SIGSTOP)
+    node.kill_everything()
+    cgroup.kill(str(folder))
+    eventually(lambda: not cgroup.members(str(folder)))
+    made = cgroup.make(node.state / "jobs" / "another" / "1-1")
+    assert made is not None
+    cgroup.remove(made)
+    assert not Path(made).exists()
+    assert not folder.exists()
+
+
+def test_where_no_control_group_can_be_made_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_find_own", lambda: tmp_path / "missing")
+    assert cgroup.make(tmp_path / "1-1") is None
+    monkeypatch.setattr(cgroup, "_find_own", lambda: None)
+    assert cgroup.make(tmp_path / "1-1") is None

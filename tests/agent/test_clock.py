@@ -1,0 +1,209 @@
+"""A machine that was paused, and whose clock stood still meanwhile, does not take a lease for longer than it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_node import Node, Stream, alive, boottime, eventually
+from test_lease import fenced, goes_on, launch, renewing
+
+from agent.lease import CLOCK_WINDOW, Lease, PeerClocks, measure_standstill
+
+LONG = {"lease": 60.0, "fence_after": 60.0}
+"""Times that no test waits for."""
+
+
+@pytest.mark.parametrize(
+    ("stamp", "age", "now", "expected"),
+    [
+        (100.0, 0.0, 100.0, 0.0),
+        (100.0, 5.0, 105.1, 0.0),  # the way takes time, and that is time in which the clock went on
+        (100.0, 5.0, 104.9, 0.0),
+        (100.0, 30.0, 101.0, 29.0),
+        (100.0, 1000.0, 999.5 + 100.0, 0.0),  # two clocks that drift
+    ],
+)
+def test_a_standstill_is_measured_by_the_age_of_a_renewal(stamp: float, age: float, now: float, expected: float) -> None:
+    assert measure_standstill(stamp, age, now) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([("a", 10.0, 10.1, 500.0), ("a", 12.0, 12.1, 502.0)], 0.0),
+        ([("a", 10.0, 10.9, 500.0), ("a", 12.0, 12.1, 502.0)], 0.0),  # the first answer was slow
+        ([("a", 10.0, 10.1, 500.0), ("a", 12.0, 12.9, 502.8)], 0.0),  # the second one was
+        ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 532.0)], 30.0),
+        ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 13.0, 532.0)], 29.0),
+        ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 3.0)], 0.0),  # the peer has rebooted
+        ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 3.0), ("a", 14.0, 14.0, 35.0)], 30.0),
+        ([("a", 10.0, 10.0, 500.0), ("b", 10.0, 10.0, 7.0), ("a", 12.0, 12.0, 502.0), ("b", 12.0, 12.0, 39.0)], 30.0),
+        ([("a", 10.0, 10.0, 500.0), ("a", 12.0, 12.0, 532.0), ("a", 14.0, 14.0, 534.0)], 0.0),  # counted once
+        ([("a", 10.0, 10.0, 500.0), ("b", 10.0, 10.0, 7.0), ("a", 12.0, 12.0, 532.0), ("b", 12.0, 12.0, 39.0)], 0.0),
+        # A clock that runs slow by 3 % is found out although no two answers show it.
+        ([("a", 10.0 + 0.97 * second, 10.0 + 0.97 * second, 500.0 + second) for second in range(0, 10, 2)], 0.0),
+        ([("a", 10.0 + 0.97 * second, 10.0 + 0.97 * second, 500.0 + second) for second in range(0, 11, 2)], 0.3),
+        # What may be drift is forgotten with time, and does not hide a standstill.
+        (
+            [
+                ("a", 0.0, 0.0, 0.0),
+                ("a", CLOCK_WINDOW + 1, CLOCK_WINDOW + 1, CLOCK_WINDOW + 1.02),
+                ("a", 10 * CLOCK_WINDOW, 10 * CLOCK_WINDOW, 10 * CLOCK_WINDOW + 2.0),
+            ],
+            1.98,
+        ),
+    ],
+)
+def test_a_standstill_is_measured_by_the_clocks_of_peers(answers: list[tuple[str, float, float, float]], expected: float) -> None:
+    clocks = PeerClocks()
+    assert [clocks.compare(*answer) for answer in answers][-1] == pytest.approx(expected)
+
+
+def test_time_that_a_clock_stood_still_is_time_of_the_lease() -> None:
+    lease = Lease(started=0.0, lease=10.0, fence_after=5.0, fences=True)
+    lease.renew(1.0, 1.0)
+    lease.shift(12.0)
+    assert (lease.leased_until, lease.ends) == (-1.0, 4.0)
+    lease.renew(2.0, 2.5)
+    assert (lease.leased_until, lease.ends) == (12.0, 17.0)
+
+
+def renew(watch: Stream, stamp: float, age: float) -> None:
+    watch.node.send({"id": watch.number, "send": {"renew": {"stamp": stamp, "age": age}}})
+
+
+def test_a_renewal_that_is_older_than_the_clock_says_ends_what_has_run_out(node: Node) -> None:
+    pids = node.run(1, **LONG)
+    watch = node.watch()
+    watch.renew()
+    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
+    renew(watch, stamp, 200.0)
+    seen = watch.observation("Fenced")
+    assert seen["why"] == "isolated"
+    eventually(lambda: not any(map(alive, pids.values())))
+
+
+def test_a_renewal_that_is_older_than_the_clock_says_shortens_the_lease_until_the_next_one(node: Node) -> None:
+    pids = node.run(1, **LONG)
+    watch = node.watch()
+    watch.renew()
+    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 50)["stamp"]
+    renew(watch, stamp, 40.0)
+    watch.until("heartbeat", lambda beat: beat["lease_left"] <= 20)
+    renew(watch, boottime(), 0.0)
+    watch.until("heartbeat", lambda beat: beat["lease_left"] > 40)
+    assert all(map(alive, pids.values()))
+
+
+@pytest.fixture(scope="session")
+def shifted_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed")
+    library = tmp_path_factory.mktemp("clock") / "shifted_clock.so"
+    source = Path(__file__).parent / "shifted_clock.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+    return library
+
+
+class ShiftedNode(Node):
+    """A node whose clock can be moved while it runs."""
+
+    library: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**super().environment, "LD_PRELOAD": str(self.library), "SHIFTED_CLOCK": str(self.clock)}
+
+    @property
+    def clock(self) -> Path:
+        return self.state.parent / f"{self.state.name}.clock"
+
+    def shift_clock(self, seconds: float) -> None:
+        """Tear nothing: whoever has the old file mapped sees the new number in it."""
+        with self.clock.open("r+b") as file:
+            file.write(struct.pack("q", round(seconds * 1e9)))
+
+
+@pytest.fixture
+def shifted(tmp_path: Path, agent: Path, shifted_clock: Path) -> Any:
+    nodes: list[ShiftedNode] = []
+
+    def make(name: str) -> ShiftedNode:
+        node = ShiftedNode(tmp_path / name, agent)
+        node.library = shifted_clock
+        node.state.mkdir(mode=0o700)
+        node.clock.write_bytes(bytes(8))
+        nodes.append(node)
+        return node
+
+    yield make
+    for node in nodes:
+        node.kill_everything()
+
+
+def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(make_node: Callable[..., Node], shifted: Any) -> None:
+    """To n1 it is the same whether its own clock stood still or that of n2 went on."""
+    first, second = make_node("n1"), shifted("n2")
+    launch([first, second], [60.0, 1e8], [[1], [0]], fence_after=60.0)
+    shifts = iter(range(300, 10**7, 300))
+
+    def is_fenced_by_now() -> bool:
+        second.shift_clock(next(shifts))  # again and again: a shift before the first comparison shows nothing
+        return bool(fenced(first))
+
+    eventually(is_fenced_by_now)
+    assert fenced(first)["why"] == "isolated"
+    assert not fenced(second)
+
+
+@pytest.mark.long
+def test_a_paused_node_whose_clock_stood_still_ends_its_ranks_when_it_goes_on(make_node: Callable[..., Node], shifted: Any) -> None:
+    times = {"fence_after": 4.0, "stop_grace": 0.3}
+    first, second = make_node("n1"), shifted("n2")
+    watches = launch([first, second], [60.0, 4.0], [[1], [0]], **times)
+    rank = second.order("list")["jobs"][0]["generations"][0]["ranks"][0]["pid"]
+    with renewing(watches[0]):
+        goes_on(watches[1], 1.5)
+        watches[1].renew()
+        processes = second.processes()
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        began = boottime()
+        eventually(lambda: boottime() > began + 9.0)
+        second.shift_clock(began - boottime())
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        woke = boottime()
+        eventually(lambda: not alive(rank))
+        assert boottime() - woke < 4.0, "it went on for what its own clock left of lease and fence"
+        assert not fenced(first)
+
+
+def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(make_node: Callable[..., Node]) -> None:
+    """As a machine that was paused finds things: its gang was stopped, and the controller watches another generation."""
+    first, second = make_node("n1"), make_node("n2")
+    watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
+    second.kill_everything()
+    goes_on(watches[0], 2.5)
+    assert not fenced(first), "whoever watches decides"
+    watches[0].close()
+    eventually(lambda: fenced(first).get("why") == "isolated")
+    assert "n2" in fenced(first)["because"]
+
+
+def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..., Node]) -> None:
+    first, second = make_node("n1"), make_node("n2")
+    watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
+    second.cut("peers")
+    watches[0].close()
+    begin = boottime()
+    eventually(lambda: boottime() > begin + 2.5)
+    assert not fenced(first)

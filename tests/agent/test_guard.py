@@ -1,0 +1,194 @@
+"""Ranks end at their fence although their keeper is stopped, hangs in a write, or is gone together with its supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_node import Node, alive, boottime, eventually, line_to_keeper, name, python
+from test_lease import renewing
+
+SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
+STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def are_gone(pids: dict[str, int]) -> bool:
+    return not any(map(alive, pids.values()))
+
+
+def is_frozen(pid: int) -> bool:
+    return state_of(pid) in "TD"
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Hold processes stopped, against whatever wakes them meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(state_of(pid) == "T" for pid in pids))
+    try:
+        yield
+    finally:
+        for pid in pids:
+            if alive(pid):
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_ranks_of_a_stopped_keeper_die_at_their_fence(node: Node) -> None:
+    pids = node.run(1, python(STUBBORN), **SHORT)
+    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    node.watch().renew()
+    keeper = node.pid("keeper")
+    node.pid("guard")
+    with stopped(keeper):
+        eventually(lambda: are_gone(pids), "a stopped keeper keeps its ranks alive")
+        assert state_of(keeper) == "T"
+    eventually(lambda: "Fenced" in [seen["kind"] for seen in node.journal()])
+    ends = [(seen["signal"], seen["stopped"]) for seen in node.journal() if seen["kind"] == "RankExited"]
+    assert ends == [(9, True), (9, True)], "whoever carried it out, the fence ended them"
+
+
+@pytest.mark.parametrize("helper", ["supervisor", "guard"])
+def test_ranks_of_a_stopped_keeper_and_another_die_at_their_fence(node: Node, helper: str) -> None:
+    pids = node.run(1, python(STUBBORN), **SHORT)
+    eventually(lambda: "up" in node.log(0) and "up" in node.log(1))
+    node.watch().renew()
+    other, keeper = node.pid(helper), node.pid("keeper")
+    with stopped(other, keeper):
+        eventually(lambda: are_gone(pids), "two stopped processes keep ranks alive")
+        assert state_of(keeper) == "T"
+
+
+def test_a_stopped_keeper_does_not_end_ranks_whose_lease_is_renewed(node: Node) -> None:
+    pids = node.run(1, **SHORT)
+    watch = node.watch()
+    keeper = node.pid("keeper")
+    node.pid("guard")
+    with renewing(watch):
+        begin = boottime()
+        watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 0.2)
+        with stopped(keeper):
+            watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 2.2)
+            assert state_of(keeper) == "T", "woken before the fence would have been due: the test shows nothing"
+            assert all(map(alive, pids.values()))
+        watch.until("heartbeat", lambda beat: beat["stamp"] > begin + 3.4)
+        assert all(map(alive, pids.values())), "a keeper that woke fenced by what it had missed"
+    assert watch.observation("Fenced")["why"] == "isolated"
+
+
+def test_a_stopped_keeper_is_reported_and_woken_and_its_dead_rank_is_not_alive(node: Node) -> None:
+    pids = node.run(1)
+    watch = node.watch()
+    keeper = node.pid("keeper")
+    watch.until("heartbeat", lambda beat: beat["alive"] == [0, 1])
+    os.kill(keeper, signal.SIGSTOP)
+    os.kill(pids["1"], signal.SIGKILL)
+    watch.until("heartbeat", lambda beat: beat["alive"] == [0])
+    assert watch.until("heartbeat", lambda beat: "keeper_silent" in beat)["keeper_silent"] > 0
+    seen = watch.observation("RankExited")
+    assert (seen["rank"], seen["signal"], seen["stopped"]) == (1, 9, False)
+    assert watch.observation("RankExited")["stopped"] is True
+
+
+def test_a_keeper_that_is_replaced_by_nobody_leaves_no_rank_below_a_shell(node: Node) -> None:
+    """The parent-death signal reaches the shell that the keeper started, and not what the shell has started."""
+    node.run(1, ["sh", "-c", "sleep 1000; exit $?"], ranks=1)
+    supervisor, keeper = node.pid("supervisor"), node.pid("keeper")
+    node.pid("guard")
+    below = eventually(lambda: [pid for pid in node.processes() if name(pid) == "sleep"])
+    os.kill(supervisor, signal.SIGSTOP)
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    eventually(lambda: not any(map(alive, below)))
+    eventually(lambda: not node.left(), "the guard stays although nothing is left to guard")
+
+
+def test_a_killed_guard_is_replaced_and_the_next_one_knows_the_fence(node: Node) -> None:
+    pids = node.run(1, **SHORT)
+    watch = node.watch()
+    with renewing(watch):
+        first = node.pid("guard")
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: node.pid("guard") != first)
+        begin = boottime()
+        watch.until("heartbeat", lambda beat: beat["stamp"] > begin)
+        assert all(map(alive, pids.values()))
+        os.kill(node.pid("keeper"), signal.SIGSTOP)
+    with stopped(node.pid("keeper")):
+        eventually(lambda: are_gone(pids), "the second guard does not know when the fence is due")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, which can be frozen: every write to it blocks, as on a disk that hangs."""
+    image, folder = tmp_path / "disk.img", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 * 1024 * 1024)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"{command[0]} is not installed")
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    eventually(lambda: subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode == 0)
+
+
+@contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    subprocess.run(["fsfreeze", "-f", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(folder)], check=True)
+
+
+@pytest.fixture
+def disk_node(disk: Path, agent: Path) -> Iterator[Node]:
+    node = Node(disk / "n1", agent)
+    node.state.mkdir(mode=0o700)
+    yield node
+    node.kill_everything()
+
+
+def fence(node: Node, pids: dict[str, int]) -> None:
+    """Nothing: nobody renews."""
+
+
+def fail(node: Node, pids: dict[str, int]) -> None:
+    os.kill(pids["1"], signal.SIGKILL)
+
+
+def order_to_stop(node: Node, pids: dict[str, int]) -> None:
+    line_to_keeper(node, {"stop": {"stop_grace": 0.5, "because": "a test"}})
+
+
+@pytest.mark.parametrize("begin", [fence, fail, order_to_stop])
+@pytest.mark.parametrize("program", [["sleep", "1000"], ["sh", "-c", "trap '' TERM; while :; do sleep 1000; done"]])
+def test_a_disk_that_hangs_keeps_no_rank_alive(disk_node: Node, disk: Path, begin: Callable[..., Any], program: list[str]) -> None:
+    node = disk_node
+    times = SHORT if begin is fence else {**SHORT, "lease": 60.0, "fence_after": 60.0}
+    pids = node.run(1, program, **times)
+    watch = node.watch()
+    watch.until("heartbeat")
+    watch.renew()
+    node.pid("guard")
+    began = boottime()
+    with frozen(disk):
+        begin(node, pids)
+        eventually(lambda: are_gone(pids), "ranks live on while the keeper waits for its disk")
+        assert boottime() - began < 30.0
+        assert is_frozen(node.pid("keeper")), "the keeper waits for nothing: the test shows nothing"
+    eventually(lambda: [seen["kind"] for seen in node.journal()].count("RankExited") == 2)

@@ -1,0 +1,130 @@
+"""Processes that a rank started by sudo are another user's: what cannot be ended keeps the node, and crashes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_node import Node, alive, done, eventually, refusal, token
+
+USER = 65534
+"""The agent's. It owns nothing."""
+SYSTEM_PYTHON = "/usr/bin/python3"
+"""One that every user can run."""
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a program that becomes root"),
+    pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed"),
+    pytest.mark.skipif(not Path(SYSTEM_PYTHON).exists(), reason=f"there is no {SYSTEM_PYTHON}"),
+]
+
+
+class OrdinaryNode(Node):
+    """A node whose agent is not root, and whose ranks can become root by a set-uid program, as by sudo."""
+
+    sudo: str
+
+
+@pytest.fixture
+def ordinary(agent: Path) -> Iterator[OrdinaryNode]:
+    # Not tmp_path: its parents are closed to other users.
+    folder = Path(tempfile.mkdtemp(prefix="relaunch-user-"))
+    folder.chmod(0o755)
+    sudo = folder / "sudo"
+    shutil.copy(str(shutil.which("setpriv")), sudo)
+    sudo.chmod(0o4755)
+    shutil.copy(agent, folder / "agent.pyz")
+    (folder / "agent.pyz").chmod(0o644)
+    (folder / "n1").mkdir(mode=0o700)
+    os.chown(folder / "n1", USER, USER)
+    words = [shutil.which("setpriv"), f"--reuid={USER}", f"--regid={USER}", "--clear-groups", SYSTEM_PYTHON]
+    wrapper = folder / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec {" ".join(map(str, words))} "$@"\n')
+    wrapper.chmod(0o755)
+    node = OrdinaryNode(folder / "n1", folder / "agent.pyz", interpreter=str(wrapper))
+    node.sudo = f"{sudo} --reuid=0 --regid=0 --clear-groups"
+    yield node
+    node.kill_everything()
+    shutil.rmtree(folder)
+
+
+def run_with_root_child(node: OrdinaryNode, way: str, **more: Any) -> tuple[dict[str, int], int]:
+    """Start two ranks, the first of which starts a program as root; return the ranks and that program."""
+    mark = f"1000.{os.getpid()}"
+    script = f'if [ "$R" = 0 ]; then {way} {node.sudo} sleep {mark} & fi; exec sleep 1000'
+    pids = node.run(1, ["sh", "-c", script], rank_env=[{"R": "0"}, {"R": "1"}], **more)
+
+    def find() -> int | None:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    if words[:2] == [b"sleep", mark.encode()] and (entry / "stat").stat().st_uid == 0:
+                        return int(entry.name)
+                except OSError:
+                    continue
+        return None
+
+    return pids, eventually(find, "the rank starts no program as root")
+
+
+def end(stray: int) -> None:
+    os.kill(stray, signal.SIGKILL)
+    eventually(lambda: not alive(stray))
+
+
+@pytest.mark.parametrize("way", ["", "setsid"])
+def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(ordinary: OrdinaryNode, way: str) -> None:
+    node = ordinary
+    pids, stray = run_with_root_child(node, way)
+    try:
+        watch = node.watch()
+        watch.until("heartbeat")
+        keeper = node.pid("keeper")
+        os.kill(pids["1"], signal.SIGTERM)  # one rank fails
+        assert {watch.observation("RankExited")["rank"] for _ in pids} == {0, 1}
+        for answer in (node.stop(stuck_after=0.5), node.prepare(2, stuck_after=0.5)):
+            assert refusal(answer) == "stuck"
+            assert answer is not None
+            assert answer["pids"] == [stray]
+            assert f"pid {stray} (root, sleep)" in answer["because"]
+        assert alive(keeper), "the keeper knows what is below it: without it a program of root's cannot be found"
+        jobs = done(node.order("probe", within=5.0, kernel_since=None))["jobs"]
+        assert [job["generation"] for job in jobs] == [1], "the node reads free"
+    finally:
+        end(stray)
+    done(node.prepare(2))
+    eventually(lambda: not alive(keeper))
+
+
+def test_a_keeper_that_is_killed_beside_a_root_process_is_reported_and_its_node_is_not_given_away(ordinary: OrdinaryNode) -> None:
+    node = ordinary
+    _, stray = run_with_root_child(node, "")
+    try:
+        watch = node.watch()
+        watch.until("heartbeat")
+        os.kill(node.pid("keeper"), signal.SIGKILL)
+        assert f"pid {stray} (root, sleep)" in watch.observation("KeeperDied")["because"]
+        assert "end" in watch.rest()[-1]
+        for answer in (node.prepare(2, stuck_after=0.5), node.stop(stuck_after=0.5)):
+            assert refusal(answer) == "stuck"
+            assert answer is not None
+            assert answer["pids"] == [stray]
+    finally:
+        end(stray)
+    assert done(node.stop()) == {"outcome": "done", "stopped": []}
+
+
+def test_a_root_process_that_ends_in_time_delays_a_stop_and_no_more(ordinary: OrdinaryNode) -> None:
+    node = ordinary
+    _, stray = run_with_root_child(node, "setsid")
+    stopping = node.begin("stop", token=token(1), stop_grace=0.2, stuck_after=30.0)
+    eventually(node.journal)
+    end(stray)
+    assert stopping.rest()[-1] == {"outcome": "done", "stopped": [[1, 1]]}

@@ -1,0 +1,305 @@
+"""When a launch without silent nodes is safe: by the times of each launched generation, from the last proof on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from recovery.claim import claim, give_back, is_known_by
+from recovery.events import (
+    FaultObserved,
+    Launched,
+    LaunchFailed,
+    LaunchOrdered,
+    LaunchRefused,
+    NodeDeclaredDead,
+    NodeRefusal,
+    NodeReturned,
+    NodesAcquired,
+    NodeUnreachable,
+    PolicyChanged,
+    RanksFound,
+    RanksHung,
+    RanksStopped,
+    RanksSucceeded,
+    Submitted,
+)
+from recovery.evolve import absorb, resubmit
+from recovery.fencing import (
+    FENCE_MARGIN,
+    fence_wait,
+    fences,
+    living_generations,
+    may_leave_lost_behind,
+    plan_generation,
+    running_timeouts,
+    safe_after,
+    safe_launch_at,
+    unknown_generation,
+)
+from recovery.fleet.messages import Place
+from recovery.fleet.model import ClaimRecord
+from recovery.model import JobState, LaunchedGeneration, Relaunch, Slot, Wait
+from tests.recovery.builders import T0, at, exited, new_job, play, policy, running, step
+
+LEASE, FENCE, GRACE, VALID = 60.0, 20.0, 5.0, 90.0
+WAIT = FENCE + GRACE + FENCE_MARGIN.total_seconds()
+
+
+def launched(*nodes: str, **changes: object) -> LaunchedGeneration:
+    times = (timedelta(seconds=seconds) for seconds in (LEASE, FENCE, GRACE, VALID))
+    made = LaunchedGeneration(1000, 1, nodes, len(nodes), True, *times, complete=True)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+# --- the rule
+
+
+@pytest.mark.parametrize(
+    ("stopped_at", "last_heard", "expected"),
+    [
+        pytest.param({"n1": 5.0, "n3": 50.0}, {"n2": -180.0}, 50.0, id="the last proven stop counts, not the first"),
+        pytest.param({"n1": 5.0, "n3": 8.0}, {"n2": -20.0}, LEASE - 20.0, id="or the end of the silent node's own lease"),
+        pytest.param({"n1": 5.0}, {"n2": -180.0, "n3": -10.0}, LEASE - 10.0, id="or of the lease of another that is silent"),
+        pytest.param({"n1": 5.0}, {"n2": -180.0}, LEASE, id="which was heard until now where nothing else is known"),
+        pytest.param({"n1": 5.0, "n3": 8.0}, {"n2": VALID}, VALID + LEASE, id="an order on its way may start ranks yet"),
+    ],
+)
+def test_the_wait_begins_when_no_node_of_the_gang_can_vouch_any_more(
+    stopped_at: dict[str, float], last_heard: dict[str, float], expected: float
+) -> None:
+    assert safe_launch_at([launched("n1", "n2", "n3")], 0.0, stopped_at, last_heard) == expected + WAIT
+
+
+def test_where_every_node_is_proven_stopped_nothing_is_waited_for() -> None:
+    assert safe_launch_at([launched("n1", "n2", stopped=("n2",))], 7.0, {"n1": 9.0}, {}) == 7.0
+    assert safe_launch_at([], 7.0, {}, {}) == 7.0
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(launched("n1", "n2", fences=False), id="ranks that do not fence"),
+        pytest.param(launched("n2", "n3"), id="a gang of which none is proven stopped"),
+        pytest.param(unknown_generation(("n2",)), id="ranks of which nothing is known"),
+    ],
+)
+def test_no_wait_is_long_enough(one: LaunchedGeneration) -> None:
+    assert safe_launch_at([launched("n1", "n2"), one], 0.0, {"n1": 5.0}, {"n2": -1000.0, "n3": -1000.0}) is None
+
+
+def test_a_node_stopped_before_is_proof_and_each_generation_is_judged_by_itself() -> None:
+    old = launched("n1", "n2", stopped=("n1",), fence_after=timedelta(hours=1))
+    new = launched("n2", "n3", generation=2)
+    long = 3600.0 + GRACE + FENCE_MARGIN.total_seconds()
+    assert safe_launch_at([old], 0.0, {}, {"n2": -1000.0}) == long
+    assert safe_launch_at([old, new], 0.0, {"n3": 9.0}, {"n2": -1000.0}) == long
+    assert safe_launch_at([old, new], 0.0, {}, {"n2": -1000.0}) is None, "of the newer one none is proven stopped"
+
+
+def test_a_launch_that_did_not_end_may_start_ranks_as_long_as_its_order_is_valid() -> None:
+    half = launched("n1", "n2", complete=False)
+    assert safe_launch_at([half], 0.0, {"n1": 1.0}, {}) == VALID + LEASE + WAIT
+    assert safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0}) == LEASE - 10.0 + WAIT
+
+
+def test_a_stop_travels_as_many_hops_as_the_launched_size_takes() -> None:
+    large = launched("n1", "n2", size=100)
+    assert fence_wait(large, large.size) == fence_wait(launched("n1", "n2"), 2) + timedelta(seconds=FENCE)
+    assert safe_launch_at([large], 0.0, {"n1": 0.0}, {"n2": -1000.0}) == WAIT + FENCE
+
+
+# --- what a job remembers of its launches
+
+
+def short(job: JobState) -> PolicyChanged:
+    times = {"fence_after": "10s", "lease": "30s", "stop_grace": "1s", "heartbeat": "10s"}
+    return PolicyChanged(policy(timeouts=times, strict_lease=True), "faster", "ada")
+
+
+def test_a_changed_policy_changes_the_next_launch_and_no_rank_that_runs() -> None:
+    job, _ = play(running(), NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), now=at(120))
+    before = safe_after(job, at(120))
+    changed = absorb(job, short(job), at(121))
+    assert safe_after(changed, at(120)) == before
+    times = running_timeouts(changed)
+    assert (times.lease, times.fence_after, times.stop_grace) == tuple(timedelta(seconds=seconds) for seconds in (60, 60, 15))
+    planned = plan_generation(changed, 2, ("n1", "n2"))
+    assert (planned.lease, planned.fence_after, planned.stop_grace) == tuple(timedelta(seconds=seconds) for seconds in (30, 10, 1))
+
+
+def test_heartbeats_come_often_enough_for_the_lease_that_runs() -> None:
+    slow = policy(timeouts={"lease": "600s", "heartbeat": "120s", "lost_after": "600s", "fence_after": "120s"})
+    changed = absorb(running(), PolicyChanged(slow, "", ""), T0)
+    assert (running_timeouts(changed).lease, running_timeouts(changed).heartbeat) == (timedelta(seconds=60), timedelta(seconds=20))
+    assert running_timeouts(new_job(policy=slow)) == slow.timeouts
+
+
+def test_strict_lease_does_not_make_ranks_fence_that_run_without_it() -> None:
+    job = absorb(running(gang="independent"), short(new_job()), T0)
+    assert not fences(job)
+    job, decision = play(job, NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), RanksHung(1, (0,), "flat", T0))
+    assert isinstance(decision, Wait) and not may_leave_lost_behind(job)
+    assert plan_generation(job, 2, ("n1",)).fences
+
+
+def test_a_launch_is_written_down_when_it_is_ordered_even_where_something_else_was_decided_since() -> None:
+    job, _ = step(new_job(), Submitted("", "ada"))
+    job = absorb(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
+    launch = plan_generation(job, 1, ("n1", "n2"))
+    job = absorb(replace(job, generation=2), LaunchOrdered(1, launch), T0)
+    assert job.launched == (launch,)
+
+
+def ordered(*, generation: int = 2) -> JobState:
+    """Generation 1 runs, and the next one is on its way to the same nodes."""
+    job = replace(running(), generation=generation)
+    return absorb(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
+
+
+def test_the_ranks_before_are_forgotten_when_a_launch_is_complete() -> None:
+    job = absorb(ordered(), Launched(2, T0, T0), T0)
+    assert [(one.generation, one.complete, one.nodes) for one in job.launched] == [(2, True, ("n1", "n2"))]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_launch_that_failed_leaves_ranks_behind_only_if_it_was_told_to_start_them(started: bool) -> None:
+    refused = LaunchRefused(2, (NodeRefusal("n2", "command_not_found", "no such file"),), started)
+    failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
+    kept = [1, 2] if started else [1]
+    for event in (refused, failed):
+        job = absorb(ordered(), event, T0)
+        assert [one.generation for one in job.launched] == kept
+
+
+def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> None:
+    job, _ = step(new_job(), Submitted("", "ada"))
+    job = absorb(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
+    refused = LaunchRefused(1, (NodeRefusal("n2", "cannot_start", "no memory"),), started=True)
+    after = absorb(job, refused, T0)
+    assert (after.maybe_alive, [one.nodes for one in after.launched]) == (("n1", "n2"), [("n1", "n2")])
+
+
+def test_a_node_that_may_still_take_the_order_has_been_silent_for_less_than_nothing() -> None:
+    job = absorb(ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0)
+    assert [(lost.node, lost.unheard_for) for lost in job.lost] == [("n2", timedelta(seconds=-90))]
+
+
+def test_launches_are_kept_until_they_are_proven_stopped_on_every_node() -> None:
+    job = absorb(ordered(), RanksStopped(2, ("n1",), T0), T0)
+    assert [(one.generation, one.stopped) for one in job.launched] == [(1, ("n1",)), (2, ("n1",))]
+    assert absorb(job, RanksStopped(2, ("n2",), T0), T0).launched == ()
+    assert absorb(ordered(), RanksSucceeded(2), T0).launched == ()
+
+
+def test_attempts_that_differ_by_their_number_only_take_no_room() -> None:
+    job = running()
+    for generation in range(2, 50):
+        job = replace(job, generation=generation)
+        job = absorb(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
+    assert [(one.generation, one.complete) for one in job.launched] == [(1, True), (48, False), (49, False)]
+
+
+def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None:
+    job = absorb(running(), NodeDeclaredDead("n1", "no power", "ada"), T0)
+    assert [(one.nodes, one.size, one.stopped) for one in job.launched] == [(("n2",), 2, ())]
+    assert safe_launch_at(job.launched, 0.0, {}, {}) is None
+    assert absorb(job, NodeDeclaredDead("n2", "no power", "ada"), T0).launched == ()
+
+
+def test_a_state_without_launches_is_judged_by_its_policy() -> None:
+    old = replace(running(), launched=())
+    (judged,) = living_generations(old)
+    assert (judged.nodes, judged.size, judged.lease, judged.complete) == (("n1", "n2"), 2, timedelta(seconds=60), False)
+    assert living_generations(new_job()) == ()
+    (planned,) = living_generations(replace(new_job(), slots=(Slot("n7", ""),)))
+    assert (planned.nodes, planned.size) == (("n7",), 2)
+
+
+# --- nodes that are lost, and return
+
+
+def test_a_lost_node_that_returns_before_a_fault_is_not_left_behind_by_it() -> None:
+    job, _ = step(running(), NodeUnreachable(1, "n2", timedelta(seconds=200), "no route"))
+    after, decision = play(job, NodeReturned(1, "n2"), FaultObserved(1, (exited(0, "n1", code=1),), 0, T0))
+    assert isinstance(decision, Relaunch)
+    assert (after.lost, decision.without) == ((), ())
+
+
+def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> None:
+    job, _ = play(
+        running(nodes=3),
+        NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"),
+        NodeUnreachable(1, "n3", timedelta(seconds=20), "no route"),
+    )
+    ages = (("n2", timedelta(seconds=500)), ("n3", timedelta(seconds=3)), ("n9", timedelta(seconds=9)))
+    after = absorb(job, RanksHung(1, (0,), "flat", T0, unheard=ages), at(500))
+    assert [(lost.node, lost.unheard_for.total_seconds()) for lost in after.lost] == [("n2", 500.0), ("n3", 20.0)]
+
+
+# --- submissions of one name
+
+
+def test_ranks_of_an_earlier_submission_are_judged_by_their_own_launch() -> None:
+    old = launched("n1", "n2", "n3", submission=900)
+    job = absorb(new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0)
+    assert job.maybe_alive == ("n1", "n2")
+    assert job.launched == (replace(old, stopped=("n3",)),), "n3 is held no more: it was proven stopped"
+    again = absorb(job, RanksFound(("n1", "n2"), (old,)), T0)
+    assert again.launched == job.launched
+
+
+def test_of_ranks_that_no_launch_is_known_of_silence_proves_nothing() -> None:
+    job = absorb(new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0)
+    assert job.launched[0] == unknown_generation(("n4",))
+    assert not fences(job)
+    assert safe_after(job, T0) is None
+
+
+def test_a_retry_goes_on_with_the_launches_of_the_submission_before() -> None:
+    job = running()
+    again = resubmit(job, 2000, "ada", T0, False, ())
+    assert (again.maybe_alive, again.launched) == (job.maybe_alive, job.launched)
+
+
+def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None:
+    job = absorb(running(), RanksStopped(1, ("n1",), T0), T0)
+    living, planned = claim(job, 7, keep=("n1",)).launched
+    assert (living.nodes, living.complete, living.stopped) == (("n1", "n2"), False, ())
+    assert (planned.generation, planned.nodes, planned.size, planned.fences) == (1, (), 2, True)
+    assert give_back(job, 8).launched == (living,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "known"),
+    [
+        ({}, True),
+        ({"lease": timedelta(seconds=1), "fence_after": timedelta(seconds=1)}, True),
+        ({"lease": timedelta(hours=1)}, False),
+        ({"fence_after": timedelta(hours=1)}, False),
+        ({"stop_grace": timedelta(hours=1)}, False),
+        ({"valid_for": timedelta(hours=1)}, False),
+        ({"fences": False}, False),
+    ],
+)
+def test_the_fleet_must_hear_of_longer_times_before_they_are_launched(changes: dict[str, object], known: bool) -> None:
+    told = claim(running(), 7).launched
+    next_one = replace(plan_generation(running(), 2, ("n1", "n2")), **changes)  # type: ignore[arg-type]
+    assert is_known_by(told, next_one) is known
+    assert not is_known_by(told[:-1], next_one), "nothing was told of it"
+
+
+def test_what_was_told_not_to_fence_is_waited_for_long_enough_whatever_its_times() -> None:
+    job = running(gang="independent")
+    told = claim(job, 7).launched
+    assert is_known_by(told, replace(plan_generation(job, 2, ("n1", "n2")), lease=timedelta(hours=1), fences=True))
+
+
+def test_a_claim_record_knows_which_nodes_were_launched_together() -> None:
+    job = running()
+    record = ClaimRecord(claim(job, 7), granted=(Place("n1"), Place("n3")), inherited_launched=(launched("n5"),))
+    assert [(one.nodes, one.size) for one in record.launched] == [(("n5",), 1), (("n1", "n2"), 2), (("n1", "n3"), 2)]
+    waits = replace(record, granted=None, inherited_launched=())
+    assert [one.nodes for one in waits.launched] == [("n1", "n2")]
