@@ -141,8 +141,8 @@ class Service:
         while (state := await job.state()).phase is not Phase.RUNNING:
             fleet = await self.rig.fleet.query("state", result_type=FleetState)
             record = next(one for one in fleet.nodes if one.name == node)
-            if record.standing is not Standing.IN_SERVICE:
-                self.out_of_service = record.because
+            if record.standing is not Standing.IN_SERVICE or record.repair:
+                self.out_of_service = record.because or record.repair
                 if asyncio.get_running_loop().time() > deadline - PATIENCE + RELEASED_WITHIN:
                     return
                 await self.rig.fleet.signal("release", {"node": node, "because": "it is to lie again", "by": "ada"})

@@ -139,8 +139,8 @@ def fuzz(seed: int, messages: int) -> dict[str, int]:
 
 
 def test_no_lie_gets_past_the_edge_that_a_workflow_cannot_decode() -> None:
-    counts = fuzz(20261122, 600)
-    assert min(counts.values()) > 60 and sum(counts.values()) == 600, counts
+    counts = fuzz(20261122, 300)
+    assert min(counts.values()) > 30 and sum(counts.values()) == 300, counts
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ def _short_fences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)
 async def test_lies_of_one_node_harm_only_the_jobs_that_use_it(server: Client, tmp_path: Path) -> None:
-    print(await attack(server, tmp_path, messages=60, seed=1))
+    print(await attack(server, tmp_path, messages=40, seed=1))
 
 
 @pytest.mark.long
