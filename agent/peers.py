@@ -180,7 +180,10 @@ class Peers:
         self.callers.pop(channel, None)
 
     def _hear_question(self, channel: Channel, question: Json) -> None:
-        if self.order is None or cut(self.job.state, "peers"):
+        if cut(self.job.state, "peers"):
+            return
+        if self.order is None:  # not started yet: whoever asks need not wait to ask again
+            channel.drop()
             return
         try:
             fields = Fields(question)

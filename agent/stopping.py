@@ -101,9 +101,12 @@ def _stuck(pids: list[int], stuck_after: float) -> Refused:
     """Say what does not die, and why that is so."""
     foreign = [pid for pid in pids if not processes.can_signal(pid)]
     if foreign:
-        text = f"{users.describe(foreign)}: another user's, which uid {os.geteuid()} cannot end; end it there or reboot this node"
+        text = (
+            f"uid {os.geteuid()} cannot end what ranks have started as another user: "
+            f"{users.describe(foreign)}; end it on this node, or reboot the node"
+        )
     else:
-        text = f"{users.describe(pids)}: alive {stuck_after:g} s after SIGKILL; this node needs a reboot"
+        text = f"{stuck_after:g} s after SIGKILL there still is {users.describe(pids)}; this node needs a reboot"
     return Refused("stuck", text, pids=pids)
 
 

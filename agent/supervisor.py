@@ -30,8 +30,8 @@ KEEPER_SILENCE = 3.0
 """Seconds without an answer to a sign of life after which a keeper is called silent: it answers each at once."""
 OVERDUE = 0.5
 """Seconds past the end of the last grace after which the guard should have killed what is left, and evidently has not."""
-COMPARE = 2.0
-"""Seconds, at most, between two comparisons of clocks with the peers while a lease runs; a sixth of a lease if that is less."""
+COMPARE = (0.5, 2.0)
+"""Seconds, at least and at most, between two comparisons of clocks with the peers while a lease runs; in between a sixth of it."""
 LOOK = 0.5
 """Seconds between looks at progress while somebody watches: half of the second that heartbeats may be apart."""
 WATCHERS = 16
@@ -418,7 +418,7 @@ class Supervisor:
         often = self.asked_at + min(1.0, float(self.order["fence_after"]) / 5)
         if not self.fences or now() >= self.leased_until:
             return max(self.leased_until, often)
-        return min(max(self.leased_until, often), self.asked_at + min(COMPARE, float(self.order["lease"]) / 6))
+        return min(max(self.leased_until, often), self.asked_at + min(COMPARE[1], max(COMPARE[0], float(self.order["lease"]) / 6)))
 
     def _tick(self) -> None:
         if now() >= self.pinged_at + PING:

@@ -48,6 +48,7 @@ from recovery.launches import (
     prove_stopped,
     reserve_launch,
     settle_failed_launch,
+    settle_given_up_launch,
 )
 from recovery.leaving import clock, may_answer_leave, wanted
 from recovery.model import (
@@ -84,7 +85,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         # Whatever was decided since: what was ordered may have reached a node.
         return reserve_launch(job, event.launch)
     if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
-        return job
+        return _absorb_late(job, event)
     match event:
         case NodesAcquired():
             return _acquired(job, event, now)
@@ -163,6 +164,17 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _notice(job, f"{event.name} was not understood: {event.because}")
         case CancelRequested():
             return job
+        case _:
+            return job
+
+
+def _absorb_late(job: JobState, event: Event) -> JobState:
+    """Take in what is said of a generation that was given up: only whether its ranks may be alive."""
+    match event:
+        case Launched():
+            return settle_given_up_launch(job, event.generation, started=True)
+        case LaunchFailed() | LaunchRefused():
+            return settle_given_up_launch(job, event.generation, started=event.started)
         case _:
             return job
 
@@ -333,7 +345,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
         because = "it was silent when its gang failed"
-        silent = tuple(LostNode(node, now - age, because, age) for node, age in fault.silent if node not in known)
+        silent = tuple(LostNode(node, now - age, because, unheard_for=age) for node, age in fault.silent if node not in known)
         job = replace(job, lost=(*job.lost, *silent))
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step
@@ -346,7 +358,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
 
 
 def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
-    gone = LostNode(event.node, now - event.unheard_for, event.because, event.unheard_for)
+    gone = LostNode(event.node, now - event.unheard_for, event.because, unheard_for=event.unheard_for)
     lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
     diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
     return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
@@ -370,7 +382,7 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
     job = settle_failed_launch(job, event.generation, started=event.started)
     known, wait = set(job.lost_names), event.may_start_within
     silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
-    newly = tuple(LostNode(node, now + wait, event.because, -wait) for node in silent)
+    newly = tuple(LostNode(node, now + wait, event.because, unheard_for=-wait) for node in silent)
     job = replace(job, lost=(*job.lost, *newly))
     return open_incident(job, diagnose(job, event), now, now)
 

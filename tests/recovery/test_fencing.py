@@ -9,6 +9,7 @@ import pytest
 
 from recovery.claim import claim, give_back, is_known_by
 from recovery.events import (
+    Answered,
     FaultObserved,
     Launched,
     LaunchFailed,
@@ -41,7 +42,7 @@ from recovery.fencing import (
 )
 from recovery.fleet.messages import Place
 from recovery.fleet.model import ClaimRecord
-from recovery.model import JobState, LaunchedGeneration, Relaunch, Slot, Wait
+from recovery.model import JobState, LaunchedGeneration, Phase, Relaunch, Slot, Wait
 from tests.recovery.builders import T0, at, exited, new_job, play, policy, running, step
 
 LEASE, FENCE, GRACE, VALID = 60.0, 20.0, 5.0, 90.0
@@ -102,7 +103,9 @@ def test_a_node_stopped_before_is_proof_and_each_generation_is_judged_by_itself(
 def test_a_launch_that_did_not_end_may_start_ranks_as_long_as_its_order_is_valid() -> None:
     half = launched("n1", "n2", complete=False)
     assert safe_launch_at([half], 0.0, {"n1": 1.0}, {}) == VALID + LEASE + WAIT
-    assert safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0}) == LEASE - 10.0 + WAIT
+    older = safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0})
+    assert older == VALID + LEASE + WAIT, "how long it was silent before says nothing of an order that is on its way"
+    assert safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": VALID + 1.0}) == VALID + 1.0 + LEASE + WAIT
 
 
 def test_a_stop_travels_as_many_hops_as_the_launched_size_takes() -> None:
@@ -182,6 +185,28 @@ def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> Non
     assert (after.maybe_alive, [one.nodes for one in after.launched]) == (("n1", "n2"), [("n1", "n2")])
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_alive(started: bool) -> None:
+    alive = {"n1", "n2"} if started else set()
+    reserved = replace(ordered(), maybe_alive=(), phase=Phase.LAUNCHING)
+    by_person = step(reserved, Answered("take-over", "wait", "ada"))[0]
+    later = replace(reserved, generation=3)
+    for job in (by_person, later):
+        refused = LaunchRefused(2, (NodeRefusal("n2", "held", "it is examined"),), started)
+        failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
+        done = (Launched(2, T0, T0),) if started else ()
+        for event in (refused, failed, *done):
+            after = absorb(job, event, T0)
+            assert set(after.maybe_alive) == alive
+            assert after.lost == ()
+            assert [one.generation for one in after.launched] == ([1, 2] if started else [1])
+    assert absorb(later, Launched(1, T0, T0), T0) == later
+    known = replace(later, maybe_alive=("n1", "n2", "n9"))
+    assert absorb(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
+    nothing = replace(later, launched=())
+    assert absorb(nothing, Launched(2, T0, T0), T0) == nothing, "nothing was ordered of which it could be the end"
+
+
 def test_a_node_that_may_still_take_the_order_has_been_silent_for_less_than_nothing() -> None:
     job = absorb(ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0)
     assert [(lost.node, lost.unheard_for) for lost in job.lost] == [("n2", timedelta(seconds=-90))]
@@ -212,7 +237,7 @@ def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None
 def test_a_state_without_launches_is_judged_by_its_policy() -> None:
     old = replace(running(), launched=())
     (judged,) = living_generations(old)
-    assert (judged.nodes, judged.size, judged.lease, judged.complete) == (("n1", "n2"), 2, timedelta(seconds=60), False)
+    assert (judged.nodes, judged.size, judged.lease, judged.complete) == (("n1", "n2"), 2, timedelta(seconds=60), True)
     assert living_generations(new_job()) == ()
     (planned,) = living_generations(replace(new_job(), slots=(Slot("n7", ""),)))
     assert (planned.nodes, planned.size) == (("n7",), 2)
