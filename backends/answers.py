@@ -438,7 +438,7 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
     parsed = _parse(node, what, schema, bare).model_dump(exclude_unset=True)
     if "error" in raw:
         parsed["error"] = reduce_error(raw["error"])
-    if isinstance(launched, list):
+    if schema is RankExitedLine and isinstance(launched, list):
         parsed["launched"] = [
             {**one, "error": reduce_error(whole.get("error"))} for one, whole in zip(parsed["launched"], launched, strict=True)
         ]

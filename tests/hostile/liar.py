@@ -8,6 +8,7 @@ byte for each lie. Standard library only.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -39,7 +40,7 @@ class Grammar:
         if draw < 0.6:
             return self.random.choice(WORDS)
         if draw < 0.85 or depth > 3:
-            return self.random.choice(OTHERS)
+            return copy.deepcopy(self.random.choice(OTHERS))
         if draw < 0.9:
             return json.loads("[" * 60 + "]" * 60)
         if draw < 0.95:
