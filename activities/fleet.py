@@ -26,7 +26,7 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.job import AT_ONCE
+from activities.job import AT_ONCE, MAX_GENERATIONS_AHEAD
 from activities.readings import Listed, Readings, Seen, ask
 from activities.stopping import StopRanksInput, beating, stop_everywhere
 from backends.base import Backend, Fleets, identity
@@ -234,9 +234,11 @@ class FleetActivities:
         mine, own = (self._client.namespace, input.job), identity(self._client.namespace, input.fleet)
         known = {node: _tokens(found, mine, own) for node, found in listed.items() if not isinstance(found, str)}
         # Where another fleet has launched this job, too, only what is below that may be stopped.
-        shared = tuple(node for node in answering if _has_others(listed[node], mine, own))
+        shared = {node for node in answering if _has_others(listed[node], mine, own)}
+        # And a number that one node makes up stops nothing on the others.
+        shared.update(_find_outliers({node: max(found) for node, found in known.items() if found}))
         clean: list[str] = []
-        for together in (tuple(node for node in answering if node not in shared), *((node,) for node in shared)):
+        for together in (tuple(node for node in answering if node not in shared), *((node,) for node in answering if node in shared)):
             tokens = [token for node in together for token in known[node] if token.submission <= input.submission]
             if not tokens:
                 # Nothing was ever prepared there. A launcher that is left over starts nothing: the server no longer acknowledges it.
@@ -366,6 +368,15 @@ def _has_others(listed: Listed, mine: tuple[str, str], fleet: str) -> bool:
         return False
     jobs = [job for job in listed.get("jobs", ()) if (job.get("namespace"), job.get("job")) == mine]
     return any(_is_others(one, fleet) for job in jobs for one in job.get("generations", ()))
+
+
+def _find_outliers(newest: Mapping[str, Token]) -> tuple[str, ...]:
+    """Return the nodes whose newest token of a job is further ahead of the others' than relaunches explain."""
+    tokens = sorted(newest.values())
+    if not tokens:
+        return ()
+    most = tokens[(len(tokens) - 1) // 2].generation + MAX_GENERATIONS_AHEAD
+    return tuple(node for node, token in newest.items() if token.generation > most)
 
 
 def _tokens(listed: Mapping[str, Any], mine: tuple[str, str], fleet: str) -> list[Token]:

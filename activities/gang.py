@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from activities.clocks import read_boot_clock
 from activities.observations import MESSAGE_LIMIT, observations_from
 from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
-from backends.base import BackendError, WatchStream
+from backends.base import BackendError, ProtocolError, WatchStream
 from recovery.diagnose import is_root
 from recovery.events import (
     CancelRequested,
@@ -40,6 +40,8 @@ MOST_OBSERVATIONS = 16
 """That travel; a gang of thousands fails as one, and a report must stay below 256 KiB."""
 MOST_WORDS = 192 * 1024
 """Bytes of JSON for what ranks wrote and printed, in one report."""
+GOOD_BEATS = 3
+"""Heartbeats in a row after which a node that said what makes no sense counts as answering again."""
 SLOWEST_NAMED = 16
 TOO_LONG = "left out: the report would be too long"
 
@@ -54,6 +56,9 @@ class NodeView:
     """CLOCK_MONOTONIC; None while connected."""
     because: str = ""
     reported_lost: bool = False
+    misbehaves: bool = False
+    """It said what makes no sense: it counts as silent, and is not renewed, until it has made sense for a while."""
+    good_beats: int = 0
     stream: WatchStream | None = None
     stamp: float | None = None
     """The newest that is not renewed from."""
@@ -102,8 +107,26 @@ class Gang:
 
     def connected(self, node: str, stream: WatchStream) -> None:
         view = self._nodes[node]
-        view.stream, view.silent_since = stream, None
+        view.stream, view.good_beats = stream, 0
         view.last_heard = read_boot_clock()
+
+    def misbehaved(self, node: str, because: str) -> bool:
+        """Take in that a node said what makes no sense: it is as good as silent, whatever it says in between.
+
+        Return whether that is news.
+        """
+        view = self._nodes[node]
+        is_news = not view.misbehaves or view.because != because
+        view.misbehaves = True
+        self.disconnected(node, because)
+        return is_news
+
+    def _note_answer(self, node: str) -> None:
+        """Take in that a node speaks, and makes sense."""
+        view = self._nodes[node]
+        if view.misbehaves and view.good_beats < GOOD_BEATS:
+            return
+        view.misbehaves, view.silent_since = False, None
         if view.reported_lost:
             view.reported_lost = False
             self._returned.append(node)
@@ -121,11 +144,19 @@ class Gang:
         return self._nodes[node].seq
 
     def line(self, node: str, line: Mapping[str, Any]) -> None:
+        """Take in a line of a watch, as `parse_watch_line` returns it.
+
+        Raises:
+            ProtocolError: it speaks of ranks that are not this node's.
+        """
         now = datetime.now(UTC)
         view = self._nodes[node]
         view.last_heard = read_boot_clock()
         if (heartbeat := line.get("heartbeat")) is not None:
+            self._check_ranks(node, map(int, heartbeat.get("progress") or ()))
             view.stamp, view.stamped_at = float(heartbeat["stamp"]), read_boot_clock()
+            view.good_beats += 1
+            self._note_answer(node)
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)
             self._unspoken.discard(node)
@@ -139,16 +170,38 @@ class Gang:
             seq = int(raw["seq"])
             if seq <= view.seq:
                 return
-            view.seq = seq
             if raw.get("kind") == "StoppedByUser":
+                view.seq = seq
                 self._cancelled = CancelRequested(str(raw.get("because") or "")[:MESSAGE_LIMIT], str(raw.get("by") or ""))
                 self._news.set()
                 return
-            for observation in observations_from(node, raw, now):
+            told = observations_from(node, raw, now)
+            self._check_ranks(node, (one.rank for one in told if isinstance(one, RankExited)))
+            view.seq = seq
+            self._note_answer(node)
+            for observation in told:
                 self.observed(node, observation)
+        elif "end" in line:
+            self._note_answer(node)
+
+    def _check_ranks(self, node: str, ranks: Iterable[int]) -> None:
+        first, world = self.input.first_rank, self.input.world_size
+        if first is None:
+            return
+        count = self.input.ranks_per_node
+        first += self.input.nodes.index(node) * count
+        for rank in ranks:
+            # A launcher, which is counted behind all ranks, may number those below it as it likes.
+            if not (first <= rank < first + count or (first >= world and rank < world)):
+                raise ProtocolError(
+                    node,
+                    f"it speaks of rank {rank}, expected {first} to {first + count - 1}",
+                )
 
     def observed(self, node: str, observation: Observation) -> None:
         if isinstance(observation, RankExited):
+            if self._nodes[node].exited.get(observation.rank) is False:
+                return  # a rank ends once
             self._nodes[node].exited[observation.rank] = not observation.failed
             if not observation.failed:
                 self._first_success = self._first_success or time.monotonic()
@@ -216,7 +269,7 @@ class Gang:
         return {
             node: (view.stamp, view.stamped_at)
             for node, view in self._nodes.items()
-            if view.stamp is not None and node not in self._not_renewed
+            if view.stamp is not None and node not in self._not_renewed and not view.misbehaves
         }
 
     async def renew(self, stamps: Mapping[str, tuple[float, float]]) -> None:
@@ -242,7 +295,7 @@ class Gang:
 
     def heartbeat(self) -> WatchHeartbeat:
         first = next((view for view in self._nodes.values() if view.values), None)
-        silent = tuple(node for node, view in self._nodes.items() if view.stream is None)
+        silent = tuple(node for node, view in self._nodes.items() if view.stream is None or view.misbehaves)
         return WatchHeartbeat(
             generation=self.generation,
             step=self._pace.step,
@@ -318,7 +371,7 @@ class Gang:
         return timedelta(seconds=max(0.0, read_boot_clock() - view.last_heard))
 
     def _is_stale(self, view: NodeView) -> bool:
-        return self._age(view) > STALE_AFTER * self.input.timeouts.heartbeat
+        return view.misbehaves or self._age(view) > STALE_AFTER * self.input.timeouts.heartbeat
 
     def _all_succeeded(self) -> bool:
         return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())

@@ -42,6 +42,8 @@ LAUNCH_ATTEMPTS = 3
 LAUNCH_RETRY_DELAY = timedelta(seconds=1)
 AT_ONCE = 256
 """Calls in flight, so that 2,048 nodes are not 2,048 sockets at the same moment."""
+MAX_GENERATIONS_AHEAD = 1000
+"""That a node may have seen of this submission, where a reset of the workflow has taken its numbers back."""
 MOST_NAMED = 16
 """Refusals that travel; the rest would say the same."""
 
@@ -178,7 +180,7 @@ class JobActivities:
             )
             for index, slot in enumerate(input.slots)
         }
-        answers = await _on_all([slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
+        answers = await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
         return tuple(
             PreparedNode(slot.node, _address(backend, slot), answer.master_port, answer.peer_port, answer.stamp, answer.nonce)
             for slot, answer in zip(input.slots, answers, strict=True)
@@ -213,7 +215,7 @@ class JobActivities:
                 gpus=spec.gpus_per_node,
                 ecs=spec.ecs,
             )
-        await _on_all([slot.node for slot in input.slots], lambda node: backend.start(node, orders[node]))
+        await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.start(node, orders[node]))
 
     @activity.defn
     async def stop_ranks(self, input: StopRanksInput) -> StopRanksOutput:
@@ -236,28 +238,50 @@ class NodesRefused(Exception):
 Answer = TypeVar("Answer")
 
 
-async def _on_all(nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]) -> list[Answer]:
+def _check_highest(refused: Refused, token: Token) -> Refused:
+    """Return a refusal whose `highest` a node may claim: it becomes the number of the next launch.
+
+    Raises:
+        ProtocolError: the job never had that number.
+    """
+    if refused.highest is None:
+        return refused
+    submission, generation = refused.highest
+    own = f"submission {token.submission} generation {token.generation}"
+    claim = f"it refuses {own} of job {token.job} because of submission {submission}"
+    if submission > token.submission:
+        # A server runs one submission of a job at a time, and ends it before the next: while this one runs, it is the last.
+        raise ProtocolError(refused.node, f"{claim}, and the server has had none after {token.submission}")
+    if submission == token.submission and generation > token.generation + MAX_GENERATIONS_AHEAD:
+        raise ProtocolError(
+            refused.node,
+            f"{claim} generation {generation}, more than {MAX_GENERATIONS_AHEAD} ahead of it",
+        )
+    if refused.highest < (token.submission, token.generation):
+        raise ProtocolError(refused.node, f"{claim} generation {generation}, which is below it")
+    return refused
+
+
+async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]) -> list[Answer]:
     """Call every node at once and return the answers in order.
 
     Raises:
         NodesRefused: some refused; what others did is known and repeatable.
-        NodesUnreachable: some did not answer, none refused.
+        NodesUnreachable: some did not answer, or what made no sense; none refused.
     """
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(node: str) -> Answer | Refused | BackendError:
         async with gate:
             try:
-                return await call(node)
+                answer = await call(node)
+                return answer if not isinstance(answer, Refused) else _check_highest(answer, token)
             except BackendError as error:
                 return error
 
     results = await asyncio.gather(*(one(node) for node in nodes))
     if refusals := tuple(NodeRefusal(r.node, r.why, r.because, r.highest) for r in results if isinstance(r, Refused)):
         raise NodesRefused(refusals[:MOST_NAMED])
-    for result in results:
-        if isinstance(result, ProtocolError):
-            raise ApplicationError(str(result), type="ProtocolError", non_retryable=True)
     if silent := [r for r in results if isinstance(r, BackendError)]:
         raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
     return [r for r in results if not isinstance(r, Refused | BackendError)]

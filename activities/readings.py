@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from backends.answers import parse_list
 from backends.base import Backend, BackendError
 
 PATIENCE = 1.0
@@ -72,6 +73,6 @@ class Readings:
 
 async def ask(backend: Backend, node: str, gpus: bool = False) -> Listed:
     try:
-        return await backend.list(node, gpus)
+        return parse_list(node, await backend.list(node, gpus))
     except BackendError as error:
         return error.because

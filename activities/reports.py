@@ -33,6 +33,10 @@ class WatchRanksInput:
     progress_expected: bool = False
     report_checkpoint: bool = False
     """Somebody waits for a checkpoint: the next one that is finished is reported."""
+    first_rank: int | None = None
+    """Number of the first process of the first node; each node has the next `ranks_per_node`. None: not known."""
+    world_size: int = 0
+    """Ranks of the whole job: a launcher is numbered behind them."""
 
 
 @dataclass(frozen=True, slots=True)

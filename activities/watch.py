@@ -19,7 +19,8 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from activities.gang import Gang
 from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
-from backends.base import Backend, Fleets, Unreachable
+from backends.answers import parse_watch_line
+from backends.base import Backend, Fleets, ProtocolError, SeesPeople, Unreachable
 from recovery.hang import Pace
 from recovery.observations import RanksVanished
 from recovery.policy import Timeouts
@@ -132,11 +133,13 @@ def renewal_interval(timeouts: Timeouts) -> float:
 async def _follow(backend: Backend, gang: Gang, node: str) -> None:
     """Keep a connection to one node; every fact it says goes to the gang. Ends when the node has nothing more to say."""
     token = gang.input.token
+    is_platform = isinstance(backend, SeesPeople) and backend.sees_people
     delay = RECONNECT[0]
     while True:
         try:
             async with backend.watch(node, token, gang.after_seq(node), gang.input.timeouts.heartbeat.total_seconds()) as stream:
-                async for line in stream.lines():
+                async for said in stream.lines():
+                    line = parse_watch_line(node, token, said, is_platform=is_platform)
                     if line.get("outcome") == "refused":
                         _unknown_generation(gang, node, line)
                         return
@@ -147,6 +150,12 @@ async def _follow(backend: Backend, gang: Gang, node: str) -> None:
                     if "end" in line:
                         return
             because = "the connection was closed"
+        except ProtocolError as error:
+            if gang.misbehaved(node, error.because):
+                activity.logger.warning("generation %s: node %s: %s", gang.generation, node, error.because)
+            delay = RECONNECT[1]
+            await asyncio.sleep(delay)
+            continue
         except Unreachable as error:
             because = error.because
         gang.disconnected(node, because)

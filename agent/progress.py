@@ -19,6 +19,11 @@ TORN_FOR = 2.0
 FILE_LIMIT = 64 * 1024
 LOG_CHUNK = 256 * 1024
 """Bytes of log read at a time; of a log that grows faster only the newest is looked at."""
+MAX_STEP = 2**53
+MAX_VALUES = 64
+"""Numbers that a rank reports beside its step."""
+MAX_NAME = 256
+"""Characters of the name of such a number, and of a phase. All three are what a controller accepts."""
 LINE_LIMIT = 4096
 """Longer lines are cut before matching: a pattern's time grows with the line."""
 
@@ -30,9 +35,22 @@ class Unreadable(Exception):
 def _step(value: Any, name: str = "step") -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, int) and value > MAX_STEP:
+        raise Unreadable(f"{name} is a number of {value.bit_length()} bits; expected at most 2^53")
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise Unreadable(f"{name} is {str(value)[:40]!r}; expected a whole number of at least 0")
     return int(value)
+
+
+def _bounded(values: dict[str, Any], phase: Any) -> Json:
+    """Leave out what is more than a controller accepts, and write each number as a float."""
+    numbers: dict[str, float] = {}
+    for name, value in list(values.items())[:MAX_VALUES]:
+        try:
+            numbers[name[:MAX_NAME]] = float(value)
+        except OverflowError:
+            numbers[name[:MAX_NAME]] = float("inf") if value > 0 else float("-inf")
+    return {"values": numbers, "phase": phase[:MAX_NAME] if isinstance(phase, str) else None}
 
 
 def parse_file(text: str) -> Json:
@@ -53,8 +71,7 @@ def parse_file(text: str) -> Json:
     phase = value.get("phase")
     return {
         "step": _step(value["step"]),
-        "values": values,
-        "phase": phase if isinstance(phase, str) else None,
+        **_bounded(values, phase),
         "checkpoint": None if value.get("checkpoint") is None else _step(value["checkpoint"], "checkpoint"),
     }
 
@@ -76,7 +93,7 @@ def parse_match(match: re.Match[str]) -> Json:
             continue
     step = None if checkpoint is not None and match.group("step") is None else _matched("step", match.group("step"))
     saved = None if checkpoint is None else _matched("checkpoint", checkpoint)
-    return {"step": step, "values": values, "phase": phase, "checkpoint": saved}
+    return {"step": step, **_bounded(values, phase), "checkpoint": saved}
 
 
 def _matched(name: str, text: Optional[str]) -> int:

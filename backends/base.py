@@ -3,8 +3,8 @@
 Outcomes are values (`Done`, `Refused`); a missing answer is an exception, because nobody may take it for either:
 
     BackendError
-    ├── Unreachable     no answer: whether the order was carried out is not known (ambiguous)
-    └── ProtocolError   an answer that makes no sense
+    └── Unreachable         no answer: whether the order was carried out is not known (ambiguous)
+        └── ProtocolError   an answer that makes no sense: that node's fault, and as good as none
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Unreachable(BackendError):
     pass
 
 
-class ProtocolError(BackendError):
-    pass
+class ProtocolError(Unreachable):
+    """An answer that does not fit the protocol. Of the order it says as little as no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +255,13 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SeesPeople(Protocol):
+    """A backend whose platform knows which ranks people stopped, and says so in the lines of a watch (`StoppedByUser`)."""
+
+    sees_people: bool
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from backends.answers import MAX_VALUES, has_too_many_values
 from backends.base import Unreachable
 from backends.pipe import LINE_LIMIT, Pipe
 
@@ -20,6 +21,9 @@ WAITING_LIMIT = 4 * LINE_LIMIT
 """Bytes of lines that came and that nobody has taken. The longest answers come alone; a watch takes its lines in microseconds."""
 BURST = 64
 """Lines that are taken in one go, before others get their turn."""
+MAX_LINES_PER_SECOND = 2000
+MAX_BYTES_PER_SECOND = 4 * LINE_LIMIT
+"""A node that says more waits: others are served by the same loop. A watch says a line a second, a log some MiB."""
 IN_VAIN = 10_000
 """Lines in a row for commands that are over. A watch that was closed has a few on the way."""
 PARTING = 2.0
@@ -142,16 +146,23 @@ class Link:
         await self._reader
 
     async def _read(self, inboxes: dict[int, Inbox]) -> None:
+        clock = asyncio.get_running_loop().time
+        since, lines, size = clock(), 0, 0
         try:
             for number in itertools.count(1):
                 line = await self._pipe.readline()
                 if not line:
                     break
-                self._heard_at = asyncio.get_running_loop().time()
+                self._heard_at = now = clock()
                 if (because := self._take(line, inboxes)) is not None:
                     self.break_off(because)
                     break
-                if number % BURST == 0:
+                if now - since >= 1.0:
+                    since, lines, size = now, 0, 0
+                lines, size = lines + 1, size + len(line)
+                if lines > MAX_LINES_PER_SECOND or size > MAX_BYTES_PER_SECOND:
+                    await asyncio.sleep(since + 1.0 - now)
+                elif number % BURST == 0:
                     await asyncio.sleep(0)
         except ValueError:
             self.break_off(f"the agent said a line of more than {LINE_LIMIT} bytes")
@@ -167,10 +178,12 @@ class Link:
 
     def _take(self, line: bytes, inboxes: dict[int, Inbox]) -> str | None:
         """Give a line to whoever waits for it; return why nothing more of what comes can be trusted."""
+        if has_too_many_values(line):
+            return f"the agent said a line of more than {MAX_VALUES} values"
         try:
             message = json.loads(line)
             number = message["id"]
-            known = isinstance(number, int) and 0 < number <= self._newest
+            known = type(number) is int and 0 < number <= self._newest
         except (ValueError, KeyError, TypeError, RecursionError):
             # A torn line, whose writer was killed, or no agent at all.
             return f"the agent said {line[:120]!r}, expected a JSON object with an id"

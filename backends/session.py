@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
+from backends import answers
 from backends.base import (
     PROTOCOL,
     Gone,
@@ -37,6 +38,7 @@ GPUS_WITHIN = 14.0
 """Seconds that the agent gives NVML, ten, then the killing of it, and the names of users."""
 STACKS_WITHIN = 20.0
 """Seconds that the agent gives py-spy."""
+WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3
 """Heartbeats that may fail to come before a watch counts as broken."""
 
@@ -59,14 +61,15 @@ class AgentSession:
         body = {key: value for key, value in asdict(order).items() if key != "token"}
         answer = await self._call("prepare", {"token": _token(order.token), **body}, order.stop_grace + order.stuck_after + self._within)
         if answer["outcome"] == "refused":
-            return self._refused(answer)
+            return self._refused("prepare", answer)
+        prepared = answers.parse(self._node, "prepare", answers.PrepareAnswer, answer)
         return Prepared(
             self._node,
-            boot_id=str(answer["boot_id"]),
-            master_port=int(answer["master_port"]),
-            peer_port=int(answer["peer_port"]),
-            stamp=float(answer["stamp"]),
-            nonce=str(answer["nonce"]),
+            boot_id=prepared.boot_id,
+            master_port=prepared.master_port,
+            peer_port=prepared.peer_port,
+            stamp=prepared.stamp,
+            nonce=prepared.nonce,
         )
 
     async def start(self, order: StartOrder) -> Started | Refused:
@@ -87,16 +90,31 @@ class AgentSession:
             body["launched"] = {"command": launched.command, "ranks": launched.ranks, "env": dict(launched.env)}
         answer = await self._call("start", {"token": _token(order.token), **body}, 2 * self._within)
         if answer["outcome"] == "refused":
-            return self._refused(answer)
-        return Started(self._node, {int(rank): int(pid) for rank, pid in answer["pids"].items()}, bool(answer["already"]))
+            return self._refused("start", answer)
+        started = answers.parse(self._node, "start", answers.StartAnswer, answer)
+        return Started(
+            self._node,
+            {int(rank): pid for rank, pid in started.pids.items()},
+            started.already,
+        )
 
     async def stop(self, order: StopOrder) -> Gone | Refused:
         body = {"token": _token(order.token), "stop_grace": order.stop_grace, "stuck_after": order.stuck_after}
         answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
-        return self._refused(answer) if answer["outcome"] == "refused" else Gone(self._node)
+        if answer["outcome"] == "refused":
+            return self._refused("stop", answer)
+        answers.parse(self._node, "stop", answers.StopAnswer, answer)
+        return Gone(self._node)
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
-        return await (self._call("list", {"gpus": True}, GPUS_WITHIN + self._within) if gpus else self._call("list", {}, self._within))
+        if gpus:
+            answer = await self._call("list", {"gpus": True}, GPUS_WITHIN + self._within)
+        else:
+            answer = await self._call("list", {}, self._within)
+        if answer["outcome"] == "refused":
+            refused = self._refused("list", answer)
+            raise ProtocolError(self._node, f"list changes nothing and was refused: {refused.because}")
+        return answer
 
     async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
         body = {
@@ -108,51 +126,65 @@ class AgentSession:
         }
         answer = await self._call("logs", body, wait + self._within)
         if answer["outcome"] == "refused":
-            return self._refused(answer)
-        chunks = tuple(LogChunk(int(c["rank"]), int(c["offset"]), int(c["next"]), str(c["data"])) for c in answer["chunks"])
-        return Logs(chunks, bool(answer["ended"]))
+            return self._refused("logs", answer)
+        logs = answers.parse(self._node, "logs", answers.LogsAnswer, answer)
+        chunks = tuple(LogChunk(one.rank, one.offset, one.next, one.data) for one in logs.chunks)
+        return Logs(chunks, logs.ended)
 
     async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
         answer = await self._call("stacks", {"token": _token(token), "rank": rank}, STACKS_WITHIN + self._within)
         if answer["outcome"] == "refused":
-            return self._refused(answer)
-        rows = answer.get("stacks")
-        if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], Mapping):
-            raise ProtocolError(self._node, f"stacks answered {str(rows)[:200]!r}, expected one row for one rank")
+            return self._refused("stacks", answer)
+        answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
         return answer
 
     async def probe(self, within: float, kernel_since: float | None) -> Mapping[str, Any]:
-        answer = await self._call("probe", {"within": within, "kernel_since": kernel_since}, within + self._within)
-        if answer["outcome"] == "refused":
-            raise ProtocolError(self._node, f"probe changes nothing and was refused: {answer.get('because')}")
-        return self._has_boot_id("probe", answer)
+        order = {"within": within, "kernel_since": kernel_since}
+        answer = await self._asked("probe", order, within, answers.BootAnswer)
+        return answers.check_size(self._node, "probe", answer, answers.MAX_PROBE_BYTES)
 
     async def preflight(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
         """What the node is asked before it is trusted with ranks, as docs/reference/agent-protocol.md has it."""
-        return await self._asked("preflight", {**order, "within": within}, within)
+        order = {**order, "within": within}
+        return await self._asked("preflight", order, within, answers.PreflightAnswer)
 
     async def meet(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
-        return await self._asked("meet", order, within)
+        return await self._asked("meet", order, within, answers.MeetAnswer)
 
-    async def _asked(self, command: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+    async def _asked(
+        self,
+        command: str,
+        order: Mapping[str, Any],
+        within: float,
+        schema: type[answers.BootAnswer],
+    ) -> Mapping[str, Any]:
         answer = await self._call(command, order, within + self._within)
         if answer["outcome"] == "refused":
-            raise ProtocolError(self._node, f"{command} changes nothing and was refused: {answer.get('because')}")
-        return self._has_boot_id(command, answer)
+            because = self._refused(command, answer).because
+            raise ProtocolError(self._node, f"{command} changes nothing and was refused: {because}")
+        answers.parse(self._node, command, schema, answer)
+        return answer
 
     async def diagnose(self, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
         order = {"id": id, "level": level, "within": within, **_whose(fleet)}
         answer = await self._call("diagnose", order, within + self._within)
-        return self._refused(answer) if answer["outcome"] == "refused" else self._ran("diagnose", answer, "stdout")
+        if answer["outcome"] == "refused":
+            return self._refused("diagnose", answer)
+        return answers.check_output(self._node, "diagnose", answer, "stdout")
 
     async def reset_gpus(self, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within, **_whose(fleet)}
         answer = await self._call("reset-gpus", order, within + self._within)
-        return self._refused(answer) if answer["outcome"] == "refused" else self._ran("reset-gpus", answer, "output")
+        if answer["outcome"] == "refused":
+            return self._refused("reset-gpus", answer)
+        return answers.check_output(self._node, "reset-gpus", answer, "output")
 
     async def reboot(self, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
         answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "because": because, **_whose(fleet)}, 2 * self._within)
-        return self._refused(answer) if answer["outcome"] == "refused" else self._has_boot_id("reboot", answer)
+        if answer["outcome"] == "refused":
+            return self._refused("reboot", answer)
+        answers.parse(self._node, "reboot", answers.BootAnswer, answer)
+        return answer
 
     @asynccontextmanager
     async def watch(self, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[AgentWatch]:
@@ -197,7 +229,7 @@ class AgentSession:
         if not isinstance(last, Mapping) or last.get("outcome") not in ("done", "refused"):
             raise ProtocolError(self._node, f"{command} answered {str(last)[:200]!r}, expected an outcome")
         if last["outcome"] == "refused" and last.get("why") in ("bad_order", "protocol"):
-            raise ProtocolError(self._node, str(last.get("because")))
+            raise ProtocolError(self._node, self._refused(command, last).because)
         return last
 
     @asynccontextmanager
@@ -222,7 +254,8 @@ class AgentSession:
             try:
                 version = await self._greeted(pipe)
                 if version != PROTOCOL:
-                    raise ProtocolError(self._node, f"the agent speaks protocol {version}, expected {PROTOCOL}")
+                    said = str(version)[:40]
+                    raise ProtocolError(self._node, f"the agent speaks protocol {said}, expected {PROTOCOL}")
             except BaseException:
                 # Also where the caller is cancelled: nobody else knows of this process.
                 pipe.kill()
@@ -245,35 +278,17 @@ class AgentSession:
             said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")
             raise Unreachable(self._node, "the agent could not be started" + (f": {said}" if said else "")) from error
 
-    def _has_boot_id(self, command: str, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not isinstance(answer.get("boot_id"), str) or not answer["boot_id"]:
-            raise ProtocolError(self._node, f"{command} answered with boot_id {answer.get('boot_id')!r}, expected a text")
-        return answer
-
-    def _ran(self, command: str, answer: Mapping[str, Any], output: str) -> Mapping[str, Any]:
-        """Check the answer to what runs a program of the node: that it is missing there, or how it ended and what it said."""
-        code = answer.get("exit_code", "none")
-        if isinstance(answer.get("missing"), str):
-            return answer
-        if isinstance(code, bool) or not isinstance(code, int | None):
-            raise ProtocolError(self._node, f"{command} answered with exit_code {code!r}, expected a number or null")
-        if not isinstance(answer.get(output), str):
-            raise ProtocolError(self._node, f"{command} answered with {output} {str(answer.get(output))[:200]!r}, expected a text")
-        return answer
-
-    def _refused(self, answer: Mapping[str, Any]) -> Refused:
-        try:
-            highest, boot_id, holder = answer.get("highest"), answer.get("boot_id"), answer.get("held")
-            return Refused(
-                self._node,
-                str(answer["why"]),
-                str(answer["because"]),
-                (int(highest[0]), int(highest[1])) if highest else None,
-                None if boot_id is None else str(boot_id),
-                None if holder is None else str(holder["id"]),
-            )
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ProtocolError(self._node, f"a refusal says {str(answer)[:200]!r}, expected why and because") from error
+    def _refused(self, command: str, answer: Mapping[str, Any]) -> Refused:
+        refusal = answers.parse(self._node, command, answers.RefusalAnswer, answer)
+        highest = refusal.highest
+        return Refused(
+            self._node,
+            refusal.why,
+            refusal.because,
+            (highest[0], highest[1]) if highest else None,
+            refusal.boot_id,
+            refusal.held.id if refusal.held else None,
+        )
 
 
 def _whose(fleet: str) -> dict[str, str]:
@@ -291,13 +306,18 @@ class AgentWatch:
         self._silence = silence
 
     async def lines(self) -> AsyncIterator[Mapping[str, Any]]:
-        within = self._first
+        clock = asyncio.get_running_loop().time
+        within, heard_at = self._first, clock()
         while True:
-            message = await self._link.receive(self._inbox, within, "watch")
+            message = await self._link.receive(self._inbox, max(0.0, within), "watch")
             if "line" not in message:
                 return
-            yield message["line"]
-            within = self._silence
+            line = message["line"]
+            now = clock()
+            # Lines that say nothing are silence, however many come.
+            is_known = isinstance(line, dict) and not line.keys().isdisjoint(WATCH_LINES)
+            within, heard_at = self._silence if is_known else within - (now - heard_at), now
+            yield line
 
     async def renew(self, stamp: float, age: float = 0.0) -> None:
         await self._link.send({"id": self._id, "send": {"renew": {"stamp": stamp, "age": age}}})

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from recovery.causes import Cause
 from recovery.claim import more_at
-from recovery.diagnose import Fault, diagnose
+from recovery.diagnose import CLAIMED, Fault, diagnose, find_highest, has_gone_above
 from recovery.events import (
     Answered,
     CancelRequested,
@@ -48,7 +48,7 @@ from recovery.events import (
 from recovery.fencing import fences, may_leave_lost_behind
 from recovery.ladder import ANSWERS, climb
 from recovery.leaving import at_checkpoint, may_answer_leave, wanted, why
-from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Recovering, Relaunch, Stop, Wait
+from recovery.model import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Recovering, Relaunch, Stop, Try, Wait
 from recovery.policy import Strategy
 from recovery.spec import duration
 
@@ -103,7 +103,7 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return _on_more(job, event, now)
         case Launched():
             return _running(job, _runs(job), now)
-        case LaunchRefused() if (higher := _seen_higher(job, event)) is not None:
+        case LaunchRefused() if (higher := _seen_higher(job, event, now)) is not None:
             return higher
         case LaunchFailed(started=False) if not (set(event.unreachable) & set(job.maybe_alive)):
             # Nothing of this job ever ran there, so there is nothing to fence: take another node at once.
@@ -358,15 +358,19 @@ def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> 
     return climb(job, Recovering(diagnosis), now, without=(event.node,))
 
 
-def _seen_higher(job: JobState, event: LaunchRefused) -> Decision | None:
+def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision | None:
     """A node that has obeyed a higher token: after a reset of the workflow our numbers have gone back; go on above it."""
-    highest = max((refusal.highest for refusal in event.refusals if refusal.highest), default=None)
-    if highest is None or highest <= (job.submission, job.generation):
+    claim = find_highest(job, event)
+    if claim is None or claim.highest is None:
         return None  # our own number was used up half-way: a fault like others, with tries that are counted
-    submission, generation = highest
+    submission, generation = claim.highest
     if submission > job.submission:
         return Stop(Phase.FAILED, "a later submission of this job has used its nodes", exit_code=1)
-    return Relaunch(generation + 1, f"a node has seen generation {generation}, so this goes on above it")
+    if has_gone_above(job):
+        return None  # no reset explains that: it is the node's fault
+    take = Try(now, Cause.PLATFORM, Strategy.RESTART_IN_PLACE, CLAIMED, spent=False, nodes=(claim.node,))
+    because = f"{claim.node} has seen generation {generation}, so this goes on above it"
+    return Relaunch(generation + 1, because, take=take)
 
 
 def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:

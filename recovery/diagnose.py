@@ -9,7 +9,7 @@ from typing import assert_never
 
 from recovery.catalog import Catalog, catalog
 from recovery.causes import HARDWARE_CAUSES, Cause
-from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, RanksHung
+from recovery.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
 from recovery.evidence import Finding, Role
 from recovery.exits import read_ecs_stop, read_exit, read_log
 from recovery.fencing import fences
@@ -47,6 +47,11 @@ REFUSAL_CAUSES = {
 }
 """What an agent's refusal says about the world; any other word is between the controller and the agent: PLATFORM."""
 
+MAX_CLAIMS = 3
+"""Launches in a row that go on above a token which a node claims to have seen; nodes that come later may have seen higher ones."""
+CLAIMED = "a node has seen a higher generation"
+"""In place of a rung's label."""
+
 Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
 
 
@@ -57,7 +62,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case LaunchFailed():
             return Diagnosis(Cause.NODE_LOST, fault.because, nodes=fault.unreachable)
         case LaunchRefused():
-            return _of_refusal(fault)
+            return _of_claim(job, fault) or _of_refusal(fault)
         case RanksHung() | FaultObserved() if job.lost:
             silent = ", ".join(job.lost_names[:4]) + (f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else "")
             then = fault.because if isinstance(fault, RanksHung) else _first_words(fault.observations)
@@ -358,6 +363,27 @@ def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagno
         exit_code=first.exit_code,
         traceback=first.error.traceback if first.error else "",
     )
+
+
+def find_highest(job: JobState, fault: LaunchRefused) -> NodeRefusal | None:
+    """Return the refusal that names the highest token, where that is above the job's own."""
+    named = [one for one in fault.refusals if one.highest and one.highest > (job.submission, job.generation)]
+    return max(named, key=lambda one: one.highest or (0, 0), default=None)
+
+
+def has_gone_above(job: JobState) -> bool:
+    """Whether the newest launches went on above what nodes claimed to have seen, as many as a reset can explain."""
+    newest = job.tries[-MAX_CLAIMS:]
+    return len(newest) == MAX_CLAIMS and all(one.rung == CLAIMED for one in newest)
+
+
+def _of_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
+    """A node that claims each time to have seen a higher token than the last: one reset of the workflow takes numbers back once."""
+    claim = find_highest(job, fault)
+    if claim is None or not has_gone_above(job):
+        return None
+    because = f"{claim.node} refused {MAX_CLAIMS + 1} launches in a row, each for a higher generation that it claims to have seen"
+    return Diagnosis(Cause.NODE_LOST, because, nodes=(claim.node,), certainty=Certainty.LIKELY)
 
 
 def _of_refusal(fault: LaunchRefused) -> Diagnosis:

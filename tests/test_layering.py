@@ -62,6 +62,7 @@ ALLOWED = [
     ("agent", ("agent",)),
     ("backends", ("backends", "recovery")),
     # log_messages, node_messages: what the command line, which must not load activities, and activities say to each other.
+    # backends.answers: what a node says in a watch or a list is parsed by the activity that takes it.
     # messages, fleet_messages: `tell_fleet` begins the fleet where there is none, with its argument.
     (
         "activities",
@@ -70,6 +71,7 @@ ALLOWED = [
             "recovery",
             "backends",
             "backends.base",
+            "backends.answers",
             "workflows",
             "workflows.log_messages",
             "workflows.node_messages",
@@ -77,7 +79,7 @@ ALLOWED = [
             "workflows.fleet_messages",
         ),
     ),
-    ("workflows", ("workflows", "activities", "recovery", "backends", "backends.base")),
+    ("workflows", ("workflows", "activities", "recovery", "backends", "backends.base", "backends.answers")),
     (
         "console",
         (

@@ -30,6 +30,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.fencing import living_generations, running_timeouts, will_fence
     from recovery.leaving import at_checkpoint
     from recovery.model import Examine, Incident, JobState, Repair, Slot, Token
+    from recovery.ranks import processes_of
     from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
     from workflows.node_messages import ExamineNodesInput
 
@@ -161,6 +162,8 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
             progress_expected=job.furthest_step is not None or job.progress is not None,
             report_checkpoint=bool(at_checkpoint(job)),
+            first_rank=_first_rank(job, nodes[0]),
+            world_size=job.spec.world_size,
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),
@@ -170,6 +173,12 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
         + (f" until it passes step {job.incident.reached}" if job.incident and job.incident.reached is not None else "")
         + (" until a checkpoint is finished" if at_checkpoint(job) else ""),
     )
+
+
+def _first_rank(job: JobState, node: str) -> int | None:
+    """Return the number of the first process of a node, which is the first of its shard; None: it has left the job."""
+    groups = (group for group, slot in enumerate(job.slots) if slot.node == node)
+    return next((processes_of(group, job.spec)[0] for group in groups), None)
 
 
 async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:

@@ -52,6 +52,7 @@ NOT_READ = {"unreadable": "ECS tells how many GPUs a machine has, not who comput
 
 class EcsBackend:
     fences: ClassVar[bool] = False
+    sees_people: ClassVar[bool] = True
 
     def __init__(self, spec: FleetSpec, options: EcsOptions, settles: float = SETTLES) -> None:
         """`options`: with what the environment adds. `settles`: seconds until ECS tells everybody what it has told one.

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from backends.answers import parse_watch_line
 from backends.base import BackendError, StartOrder, Unreachable
 from backends.ecs import wire
 from backends.ecs.follow import Followed
@@ -200,7 +201,8 @@ class Feed:
                     session.watch(self._token, self._after_seq, self._heartbeat) as stream,
                 ):
                     async for line in stream.lines():
-                        self._hear(line, task)
+                        # A node has no right to words that belong to ECS or to people.
+                        self._hear(parse_watch_line(self._node, self._token, line), task)
                         pause = RETRY[0]
                         if self._over:
                             break

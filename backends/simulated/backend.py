@@ -237,11 +237,11 @@ class SimulatedBackend:
         place = world.record.call(world.clock.wall(), name, command, token, order)
         try:
             answer = await self._exchange(node, command, token, deliver)
-        except Unreachable:
-            world.record.answered(place, "unreachable")
-            raise
         except ProtocolError:
             world.record.answered(place, "protocol")
+            raise
+        except Unreachable:
+            world.record.answered(place, "unreachable")
             raise
         except asyncio.CancelledError:
             world.record.answered(place, "cancelled")

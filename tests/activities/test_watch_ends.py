@@ -35,7 +35,8 @@ class OneNode:
         yield self
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
-        yield {"hello": {}}
+        token = {"namespace": "default", "job": "hi", "submission": 1, "generation": 1}
+        yield {"hello": {"token": token, "boot_id": "b1", "state": "running", "ranks": [0], "stamp": 1.0}}
         for _ in range(10):  # until the watch waits for the first heartbeat
             await asyncio.sleep(0)
         yield {"observation": EXITED}

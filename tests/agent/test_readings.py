@@ -182,3 +182,16 @@ def test_the_artifact_is_named_after_what_is_in_it(tmp_path: Path) -> None:
     assert first.stat().st_mtime_ns == before.st_mtime_ns
     first.write_bytes(b"torn")
     assert build_agent(tmp_path / "a").read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("written", ["9007199254740993", "1" + "0" * 40, '{"step": 1e300}', '{"step": 3, "checkpoint": 9007199254740993}'])
+def test_a_step_that_no_controller_accepts_is_unreadable(written: str) -> None:
+    with pytest.raises(Unreadable, match=r"is a number of \d+ bits; expected at most 2\^53$"):
+        parse_file(written)
+
+
+def test_what_is_reported_beside_a_step_is_bounded() -> None:
+    many = {f"value {number:03}": number for number in range(100)}
+    read = parse_file(json.dumps({"step": 3, "phase": "p" * 1000, "loss": 10**400, "n" * 1000: 2, **many}))
+    assert (len(read["values"]), read["phase"], read["values"]["loss"]) == (64, "p" * 256, float("inf"))
+    assert read["values"]["n" * 256] == 2.0

@@ -175,7 +175,13 @@ os._exit(3)
     lines = await site.watch(enough)
     assert [line["hello"]["ranks"] for line in lines if "hello" in line] == [[0, 1]] and "hello" in lines[0]
     first, second = seen(lines)
-    assert (first["seq"], first["rank"], first["exit_code"], first["stopped"], first["error"]) == (1, 1, 3, False, {"message": "of rank 1"})
+    assert (first["seq"], first["rank"], first["exit_code"], first["stopped"], first["error"]) == (
+        1,
+        1,
+        3,
+        False,
+        {"message": "of rank 1", "timestamp": None},
+    )
     assert (second["seq"], second["rank"], second["stopped"]) == (2, 0, True)
     assert "end" in lines[-1]
     assert "[rank 0] step 12" in site.aws.output(site.task["taskArn"], "trainer")

@@ -277,6 +277,20 @@ def test_after_a_reset_the_job_goes_on_above_the_highest_token_seen() -> None:
     assert (job.generation, decision.strategy, job.restarts_spent) == (8, None, 1)
 
 
+def test_a_node_that_claims_a_higher_generation_at_each_launch_is_left() -> None:
+    job, _ = step(running(), fault(running(), KILL))
+    for turn in range(3):
+        job, decision = step(job, LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)))
+        assert isinstance(decision, Relaunch) and (decision.strategy, decision.without) == (None, ()), turn
+    claim = LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),))
+    job, decision = step(job, claim)
+    assert isinstance(decision, Relaunch)
+    assert (decision.strategy, decision.cause, decision.without) == (Strategy.REPLACE_NODE, Cause.NODE_LOST, ("n1",))
+    assert "n1 refused 4 launches in a row" in decision.because
+    _, decision = step(job, LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)))
+    assert decision.strategy is None  # another node may have seen a higher one
+
+
 def test_a_later_submission_ends_this_one() -> None:
     job, _ = step(running(), fault(running(), KILL))
     _, decision = step(job, LaunchRefused(2, (NodeRefusal("n1", "not_above", "…", (2000, 1)),)))

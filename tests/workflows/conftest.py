@@ -59,8 +59,12 @@ async def short_server() -> AsyncIterator[Client]:
 async def server() -> AsyncIterator[Client]:
     """A real server with the default limits. The one that skips time is not used more than needed: a cancel that
     crosses an activity's end wedges its workflow task (its version 1.40.0), the real one takes it."""
-    async with _dev([word for value in FAST for word in ("--dynamic-config-value", value)]) as client:
+    async with dev_server() as client:
         yield client
+
+
+def dev_server() -> AbstractAsyncContextManager[Client]:
+    return _dev([word for value in FAST for word in ("--dynamic-config-value", value)])
 
 
 class _dev:

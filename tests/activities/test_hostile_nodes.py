@@ -1,0 +1,212 @@
+"""One node of a gang says what makes no sense: the watch, the launch and the look go on for the others, and name that node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from temporalio.client import Client
+
+from activities import gang as gang_module
+from activities.fleet import FleetActivities, LookInput
+from activities.job import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
+from backends.base import Prepared, PrepareOrder, Refused
+from backends.simulated import Exit, Script, SimulatedBackend
+from recovery.events import FaultObserved, NodeReturned, NodeUnreachable
+from recovery.model import Token
+from recovery.observations import RankExited
+from tests.activities.harness import Stand, environment, eventually, stand
+
+pytestmark = pytest.mark.asyncio
+NAMED = {"namespace": "default", "job": "llama", "submission": 1000, "generation": 1}
+HELLO = {"hello": {"token": NAMED, "boot_id": "b", "state": "running", "ranks": [2, 3], "stamp": 1.0}}
+EXITED = {"seq": 1, "kind": "RankExited", "rank": 2, "local_rank": 0, "exit_code": 1}
+BEAT = {"stamp": 1.0, "alive": [], "lease_left": 1, "progress": {}}
+
+
+@dataclass
+class Liar:
+    """What n2 says in each watch of it, one after the other; the last for ever."""
+
+    says: list[list[Any]]
+    watches: int = 0
+    renewed: list[float] = field(default_factory=list)
+
+    async def lines(self) -> AsyncIterator[Any]:
+        said = self.says[min(self.watches, len(self.says)) - 1]
+        for line in said:
+            yield line
+        await asyncio.sleep(600)
+
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        self.renewed.append(stamp)
+
+
+class HostileBackend(SimulatedBackend):
+    liar: Liar
+    refusal: Refused | None = None
+    listed: Any = None
+
+    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> Any:
+        if node != "n2":
+            return super().watch(node, token, after_seq, heartbeat)
+
+        @asynccontextmanager
+        async def connected() -> AsyncIterator[Liar]:
+            self.liar.watches += 1
+            yield self.liar
+
+        return connected()
+
+    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+        return self.refusal if self.refusal is not None and node == "n2" else await super().prepare(node, order)
+
+    async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
+        return cast(Mapping[str, Any], self.listed) if node == "n2" else await super().list(node, gpus)
+
+
+def hostile(script: Script | None = None, *says: list[Any], **timeouts: str) -> tuple[Stand, HostileBackend]:
+    fleet = stand(script or Script(then="run"), timeouts=timeouts)
+    fleet.backend.__class__ = HostileBackend
+    backend = cast(HostileBackend, fleet.backend)
+    backend.liar = Liar(list(says))
+    return fleet, backend
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_for_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_module, "GATHER_CASCADES", 0.0)
+    monkeypatch.setattr("activities.watch.RECONNECT", (0.01, 0.02))
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ([1, 2], "expected an object"),
+        ({"heartbeat": {**BEAT, "stamp": "soon"}}, "stamp is 'soon'"),
+        ({"heartbeat": {"alive": []}}, "stamp is missing"),
+        ({"heartbeat": {**BEAT, "progress": {"zero": {"step": 3}}}}, "progress.zero"),
+        ({"heartbeat": {**BEAT, "progress": {"2": {"step": 3, "age": 1e300}}}}, "progress.2.age"),
+        ({"heartbeat": {**BEAT, "progress": {"0": {"step": 10**15}}}}, "it speaks of rank 0, expected 2 to 3"),
+        ({"observation": {"kind": "RankExited", "rank": 2}}, "seq is missing"),
+        ({"observation": {**EXITED, "exit_code": "boom"}}, "exit_code is 'boom'"),
+        ({"observation": {**EXITED, "signal": 9.5}}, "signal is 9.5"),
+        ({"observation": {**EXITED, "rank": 77}}, "it speaks of rank 77, expected 2 to 3"),
+        ({"observation": {**EXITED, "rank": 2**63}}, "rank is 9223372036854775808"),
+        ({"observation": {"seq": 1, "kind": "StoppedByUser", "because": "evil", "by": "boss"}}, "what people did"),
+        ({"hello": {**HELLO["hello"], "token": {**NAMED, "job": "another"}}}, "expected generation default/llama/1000/1"),
+    ],
+)
+async def test_a_node_that_says_what_makes_no_sense_is_lost_and_the_watch_goes_on(line: Any, named: str) -> None:
+    fleet, backend = hostile(None, [HELLO, {"heartbeat": BEAT}, line])
+    await fleet.launch()
+    report = await fleet.watch(first_rank=0, world_size=4)
+    assert [type(event) for event in report.events] == [NodeUnreachable]
+    assert report.events[0].node == "n2" and named in report.events[0].because
+    assert backend.liar.watches > 1  # it was tried again
+
+
+async def test_a_fault_of_an_honest_node_is_told_while_another_one_lies() -> None:
+    script = Script((Exit(rank=1, exit_code=7, after=1.0),))
+    fleet, _ = hostile(script, [HELLO, {"observation": {**EXITED, "exit_code": "boom"}}], lost_after="60s")
+    await fleet.launch()
+    report = await fleet.watch(first_rank=0, world_size=4)
+    fault = report.events[0]
+    assert isinstance(fault, FaultObserved)
+    first = fault.observations[0]
+    assert isinstance(first, RankExited) and (first.node, first.rank, first.exit_code) == ("n1", 1, 7)
+    assert {one.node for one in fault.observations} == {"n1"}
+    assert [node for node, _ in fault.silent] == ["n2"]
+
+
+async def test_a_node_that_misbehaves_is_renewed_no_more_until_it_has_made_sense_for_a_while() -> None:
+    beats = [HELLO, *({"heartbeat": {**BEAT, "stamp": float(n)}} for n in range(2, 5))]
+    fleet, backend = hostile(None, [HELLO, [1]], [HELLO, {"heartbeat": BEAT}, [1]], beats, lost_after="60s")
+    await fleet.launch()
+    watching = asyncio.create_task(fleet.watch())
+    await eventually(lambda: backend.liar.renewed != [], "renewed")
+    watching.cancel()
+    assert backend.liar.watches == 3
+    assert set(backend.liar.renewed) == {4.0}
+
+
+async def test_a_lost_node_that_goes_on_lying_has_not_returned() -> None:
+    fleet, backend = hostile(None, [HELLO, [1]], [HELLO, [1]], [HELLO, *({"heartbeat": BEAT} for _ in range(3))])
+    await fleet.launch()
+    report = await fleet.watch(lost=("n2",))
+    assert [type(event) for event in report.events] == [NodeReturned]
+    assert backend.liar.watches == 3
+
+
+async def test_a_flood_of_exits_of_one_rank_is_one_exit() -> None:
+    flood = [{"observation": {**EXITED, "seq": n}} for n in range(1, 2000)]
+    fleet, _ = hostile(None, [HELLO, *flood])
+    await fleet.launch()
+    report = await fleet.watch(first_rank=0, world_size=4)
+    fault = report.events[0]
+    assert isinstance(fault, FaultObserved)
+    assert (len(fault.observations), fault.more) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("highest", "named"),
+    [
+        ((1001, 1), "the server has had none after 1000"),
+        ((10**15, 1), "the server has had none after 1000"),
+        ((1000, 2 + MAX_GENERATIONS_AHEAD), "more than 1000 ahead of it"),
+        ((1000, 2**53), "more than 1000 ahead of it"),
+        ((999, 5), "which is below it"),
+    ],
+)
+async def test_a_higher_token_than_the_job_ever_had_is_the_lie_of_one_node(highest: tuple[int, int], named: str) -> None:
+    fleet, backend = hostile()
+    backend.refusal = Refused("n2", "not_above", "seen higher", highest)
+    launched: LaunchRanksOutput = await fleet.launch(attempt=3)
+    assert (launched.unreachable, launched.refusals) == (("n2",), ())
+    assert "node n2" in launched.because and named in launched.because
+
+
+@pytest.mark.parametrize("highest", [(1000, 1), (1000, 2), (1000, 1 + MAX_GENERATIONS_AHEAD), None])
+async def test_a_number_that_a_reset_explains_is_believed(highest: tuple[int, int] | None) -> None:
+    fleet, backend = hostile()
+    backend.refusal = Refused("n2", "not_above", "seen higher", highest)
+    launched: LaunchRanksOutput = await fleet.launch()
+    assert [(one.node, one.highest) for one in launched.refusals] == [("n2", highest)]
+
+
+@pytest.mark.parametrize(
+    ("listed", "named"),
+    [
+        ({"outcome": "done", "boot_id": "b", "jobs": 5}, "jobs is 5"),
+        (
+            {
+                "boot_id": "b",
+                "jobs": [
+                    {
+                        "namespace": "default",
+                        "job": "ghost",
+                        "generations": [{"submission": "a", "generation": [1], "ranks": [{"rank": 0, "alive": True}]}],
+                    }
+                ],
+            },
+            "jobs.0.generations.0.submission is 'a'",
+        ),
+        ([1], "expected a valid dictionary"),
+        ({"boot_id": "b", "jobs": [], "held": "yes"}, "held"),
+    ],
+)
+async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence(listed: Any, named: str) -> None:
+    fleet, backend = hostile()
+    backend.listed = listed
+
+    class Server:
+        namespace = "default"
+
+    activities = FleetActivities(cast(Any, fleet.fleets), cast(Client, Server()), "queue")
+    looks = await environment().run(activities.look_at_nodes, LookInput("default", ("n1", "n2")))
+    assert [one.node for one in looks] == ["n1", "n2"] and looks[0].silent == ""
+    assert "its answer to list makes no sense" in looks[1].silent and named in looks[1].silent

@@ -1,0 +1,149 @@
+"""Lies without number against the edge itself: each is a fault of its node, or something that every workflow can decode."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from activities.fleet import _look
+from activities.gang import Gang
+from activities.job import _check_highest
+from activities.readings import Seen
+from activities.reports import WatchRanksInput, WatchReport
+from backends.answers import PrepareAnswer, RefusalAnswer, check_output, has_too_many_values, parse, parse_list, parse_watch_line
+from backends.base import ProtocolError, Refused
+from converter import SharedPayloadConverter
+from recovery.diagnose import diagnose
+from recovery.events import FaultObserved, LaunchRefused, NodeRefusal
+from recovery.fleet.model import NodeLook
+from recovery.hang import Pace
+from recovery.model import Token
+from recovery.policy import HangLimits, Timeouts
+from tests.hostile.liar import Grammar
+from tests.recovery.builders import running
+
+TOKEN = Token("default", "llama", 1000, 1)
+NAMED = {"namespace": "default", "job": "llama", "submission": 1000, "generation": 1}
+MAX_REPORT_BYTES = 256 * 1024 + 64 * 1024
+PROGRESS = {"2": {"step": 5, "age": 0.1, "values": {"loss": 2.0}, "phase": None, "checkpoint": 3}}
+EXITED = {"seq": 1, "kind": "RankExited", "rank": 2, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None, "stopped": False}
+WATCHED: tuple[dict[str, Any], ...] = (
+    {"hello": {"token": NAMED, "boot_id": "b", "state": "running", "ranks": [2, 3], "stamp": 1.0}},
+    {"heartbeat": {"stamp": 1.0, "alive": [2, 3], "lease_left": 9.0, "progress": PROGRESS}},
+    {"observation": {**EXITED, "error": {"message": "x", "timestamp": "1"}, "log_tail": ["a"], "kernel": [], "kernel_unreadable": None}},
+    {"observation": {"seq": 1, "kind": "Fenced", "why": "isolated", "because": "alone"}},
+    {"observation": {"seq": 1, "kind": "RanksVanished", "because": "the node rebooted", "rebooted": True, "kernel": ["Xid 79"]}},
+)
+LISTED = {
+    "outcome": "done",
+    "boot_id": "b",
+    "protocol": 1,
+    "held": None,
+    "jobs": [
+        {
+            "namespace": "default",
+            "job": "llama",
+            "prepared": [1000, 1],
+            "stopped": None,
+            "generations": [
+                {
+                    "submission": 1000,
+                    "generation": 1,
+                    "state": "running",
+                    "ranks": [{"rank": 2, "pid": 9, "alive": True}],
+                    "fleet": "default/default",
+                }
+            ],
+        }
+    ],
+    "gpus": {"driver": "570", "nvml": "12", "gpus": [{"index": 0, "name": "H100", "memory": {"total": 80, "used": 1}, "processes": []}]},
+}
+PREPARED = {"outcome": "done", "boot_id": "b", "master_port": 1, "peer_port": 2, "nonce": "ab", "stopped": [], "stamp": 1.0}
+REFUSED = {"outcome": "refused", "why": "not_above", "because": "seen higher", "highest": [1000, 4], "boot_id": "b", "held": None}
+DIAGNOSED = {"outcome": "done", "boot_id": "b", "exit_code": 0, "stdout": "{}", "stderr": "", "took": 1.0}
+CONVERTER = SharedPayloadConverter()
+
+
+def cross(value: object, kind: Any) -> None:
+    """Have a value become a payload, and a workflow decode it."""
+    [payload] = CONVERTER.to_payloads([value])
+    assert len(payload.data) < MAX_REPORT_BYTES
+    CONVERTER.from_payloads([payload], [kind])
+
+
+def gang() -> Gang:
+    nodes = ("n1", "n2")
+    given = WatchRanksInput(TOKEN, "default", nodes, 2, datetime.now(UTC), Timeouts(), HangLimits(), first_rank=0, world_size=4)
+    return Gang(given, Pace(datetime.now(UTC), False))
+
+
+def watch(lines: list[object]) -> None:
+    """Take lines in as a watch does, and report as it would."""
+    seen = gang()
+    try:
+        for line in lines:
+            seen.line("n2", parse_watch_line("n2", TOKEN, line))
+    finally:
+        cross(seen.heartbeat(), type(seen.heartbeat()))
+        fault = seen._fault() if seen._faults else None
+        cross(seen._make(*([fault] if fault else [])), WatchReport)
+        if fault is not None:
+            cross(fault, FaultObserved)
+            diagnose(running(), fault)
+
+
+def refuse(answer: object) -> None:
+    refusal = parse("n2", "prepare", RefusalAnswer, answer)
+    highest = refusal.highest
+    refused = _check_highest(Refused("n2", refusal.why, refusal.because, (highest[0], highest[1]) if highest else None), TOKEN)
+    cross(LaunchRefused(1, (NodeRefusal("n2", refused.why, refused.because, refused.highest),)), LaunchRefused)
+
+
+def look(answer: object) -> None:
+    listed = parse_list("n2", answer)
+    cross(_look("n2", Seen(listed, listed.get("gpus"), was_read=True), "default/default"), NodeLook)
+
+
+def fuzz(seed: int, messages: int) -> dict[str, int]:
+    """Tell so many lies; return how many were refused, and how many were taken."""
+    grammar = Grammar(seed)
+    counts = {"refused": 0, "taken": 0}
+    for number in range(messages):
+        draw = grammar.random.random()
+        honest = grammar.random.choice((*WATCHED, LISTED, PREPARED, REFUSED, DIAGNOSED))
+        said = grammar.invent() if draw < 0.3 else grammar.value() if draw < 0.4 else grammar.mutate(honest)
+        line = json.dumps(said).encode()
+        assert not has_too_many_values(line)
+        decoded = json.loads(line)
+        try:
+            if honest in WATCHED or draw < 0.3:
+                watch([WATCHED[0], WATCHED[1], decoded])
+            elif honest is LISTED:
+                look(decoded)
+            elif honest is PREPARED:
+                parse("n2", "prepare", PrepareAnswer, decoded)
+            elif honest is REFUSED:
+                refuse(decoded)
+            elif isinstance(decoded, dict):
+                check_output("n2", "diagnose", decoded, "stdout")
+        except ProtocolError as error:
+            counts["refused"] += error.node == "n2" and 0 < len(error.because) < 500
+        except Exception as error:
+            raise AssertionError(f"lie {number} of seed {seed}: {line[:2000]!r}") from error
+        else:
+            counts["taken"] += 1
+    return counts
+
+
+def test_no_lie_gets_past_the_edge_that_a_workflow_cannot_decode() -> None:
+    counts = fuzz(20261122, 300)
+    assert min(counts.values()) > 30 and sum(counts.values()) == 300, counts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_thousand_lies_at_the_edge(seed: int) -> None:
+    assert sum(fuzz(seed, 10_000).values()) == 10_000
