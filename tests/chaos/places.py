@@ -118,7 +118,7 @@ class SshPlaces:
         self._delay = delay
         self._links = contextlib.ExitStack()
         self.key = make_key(folder / "key")
-        self.network = Network(len(addresses), controllers=2) if apart else None
+        self.network = self._make_network(folder, addresses) if apart else None
         self.within: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[0])
         self.elsewhere: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[1])
         self.hosts: dict[str, Sshd] = {}
@@ -135,6 +135,9 @@ class SshPlaces:
         self.known_hosts, self.config = folder / "known_hosts", folder / "ssh_config"
         self.known_hosts.write_text("".join(host.known_hosts.replace(host.address, self._near(host)) for host in self.hosts.values()))
         self.config.touch()  # not whatever configuration whoever runs this has
+
+    def _make_network(self, folder: Path, addresses: dict[str, str]) -> Network:
+        return Network(len(addresses), controllers=2)
 
     def _host(self, folder: Path, name: str, address: str) -> Sshd:
         host = Sshd(folder, address, self.key)

@@ -266,6 +266,7 @@ class World:
     delay: float = 0.0
     """Seconds by which each byte between the controller and nodes of the backend `ssh` is late."""
     places: Places = field(init=False)
+    fleet_file: Path = field(init=False)
     server: Process = field(init=False)
     worker: Process = field(init=False)
     client: Client = field(init=False)
@@ -275,27 +276,17 @@ class World:
 
     async def __aenter__(self) -> World:
         self.folder.mkdir(parents=True, exist_ok=True)
-        state, fleet = self.folder / "state", self.folder / "chaos.yaml"
+        state, self.fleet_file = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
         addresses = {name: self.address(name) for name in self.names}
         self.places = self._places(addresses)
-        named, more = self.places.described()
-        told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
-        lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
-        # JSON, which is YAML too.
-        head = [
-            f"name: {FLEET}",
-            f"backend: {self.backend}",
-            f"repairs: {self.repairs}",
-            *(f"{k}: {json.dumps(v)}" for k, v in more.items()),
-        ]
-        fleet.write_text("\n".join((*head, "nodes:", *lines)) + "\n")
+        self.write_fleet()
         port, ui = free_port(), free_port()
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))},
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
             "RELAUNCH_STATE": str(state),
-            "RELAUNCH_FLEETS": str(fleet),
+            "RELAUNCH_FLEETS": str(self.fleet_file),
             "RELAUNCH_ANSWER_WITHIN": str(self.answer_within),
             **self.places.environment,
         }
@@ -330,6 +321,37 @@ class World:
             await self.__aexit__()
             raise
         return self
+
+    def write_fleet(self, nodes: Mapping[str, Mapping[str, object]] | None = None, **changes: Mapping[str, object]) -> None:
+        """Write the fleet file, with changes to lines of nodes by name, and to objects of the file such as `ssh`."""
+        named, more = self.places.described()
+        told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
+        told = [{**one, **(nodes or {}).get(str(one["name"]), {})} for one in told]
+        lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
+        more = {key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value for key, value in more.items()}
+        # JSON, which is YAML too.
+        head = [
+            f"name: {FLEET}",
+            f"backend: {self.backend}",
+            f"repairs: {self.repairs}",
+            *(f"{k}: {json.dumps(v)}" for k, v in more.items()),
+        ]
+        self.fleet_file.write_text("\n".join((*head, "nodes:", *lines)) + "\n")
+
+    async def run_starter(self, *words: str) -> tuple[int, str]:
+        """Run the command line; return its exit code and what it printed."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(ROOT / "starter.py"),
+            *words,
+            env={**self.environment, "RELAUNCH_NO_WARM": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        out, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, out.decode()
 
     def _places(self, addresses: dict[str, str]) -> Places:
         if self.backend == "ssh":
