@@ -284,11 +284,12 @@ def _share_host_key(original: Host, copy: Sshd) -> None:
 
 @attack()
 async def state_deleted(attempt: Attempt) -> None:
-    """A node's state folder is deleted while ranks run."""
+    """A node's state folder is deleted while ranks run, and its sessions end."""
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     (rank,) = job.ranks_on(victim)
     shutil.rmtree(victim.state_of(rank))
+    victim.signal_kind("session", signal.SIGKILL)
     await attempt.sleep(0.0, 3.0)
     job.fail(0)
     await attempt.await_newer(30.0)
@@ -314,8 +315,8 @@ async def jobs_deleted(attempt: Attempt) -> None:
 @attack()
 async def policy_changed(attempt: Attempt) -> None:
     """`policy change` shortens the fence of ranks that already run, then a node is cut off."""
-    job = await attempt.run(times=SLOW_FENCE)
-    change = {"policy": {"timeouts": {"lease": "3s", "fence_after": "0.5s"}}, "because": "faster", "by": "a"}
+    job = await attempt.run(times={"fence_after": "20s"})
+    change = {"policy": {"timeouts": {"fence_after": "0.5s"}}, "because": "faster", "by": "a"}
     answer = await jobs.handle_of(attempt.world.client, job.name).execute_update("change_policy", change)
     attempt.note(f"policy change: {answer}"[:200])
     victim = job.hosts()[-1]
