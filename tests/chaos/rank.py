@@ -16,6 +16,7 @@ Stamps (`raw`, and those in `writes`) are nanoseconds of CLOCK_MONOTONIC_RAW, wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -185,7 +186,8 @@ def train(folder: Path, target: int, step_time: float, stand_still: bool = False
         if RANK == 0:
             replace(checkpoint, str(step))
         if progress is not None:
-            replace(Path(progress), json.dumps({"step": step, "loss": 1 / step}))
+            with contextlib.suppress(OSError):  # a full disk of the node does not end the training
+                replace(Path(progress), json.dumps({"step": step, "loss": 1 / step}))
 
 
 def main() -> int:

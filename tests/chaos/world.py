@@ -322,11 +322,12 @@ class World:
             raise
         return self
 
-    def write_fleet(self, nodes: Mapping[str, Mapping[str, object]] | None = None, **changes: Mapping[str, object]) -> None:
-        """Write the fleet file, with changes to lines of nodes by name, and to objects of the file such as `ssh`."""
+    def write_fleet(self, nodes: Mapping[str, Mapping[str, object] | None] | None = None, **changes: Mapping[str, object]) -> None:
+        """Write the fleet file, with changes to lines of nodes by name (None: left out), and to objects such as `ssh`."""
+        given = nodes or {}
         named, more = self.places.described()
         told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
-        told = [{**one, **(nodes or {}).get(str(one["name"]), {})} for one in told]
+        told = [{**one, **(given.get(str(one["name"])) or {})} for one in told if given.get(str(one["name"]), {}) is not None]
         lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
         more = {key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value for key, value in more.items()}
         # JSON, which is YAML too.

@@ -77,7 +77,7 @@ class Attempt:
         """Wait until the ranks of the job on a host have ended, to measure how long they lived on."""
         assert self.job is not None
         ended = await self.job.until_ended_on(host, patience)
-        self.note(f"ranks on {host.name} " + ("have ended" if ended else f"live on after {patience:g} s"))
+        self.note(f"older ranks on {host.name} " + ("have ended" if ended else f"live on after {patience:g} s"))
 
     async def explain(self) -> str:
         assert self.job is not None
@@ -214,8 +214,7 @@ async def machine_id(attempt: Attempt) -> None:
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     victim.machine_id.write_text(uuid.uuid4().hex + "\n")
-    if attempt.random.random() < 0.5:
-        victim.signal_kind("session", signal.SIGKILL)
+    victim.signal_kind("session", signal.SIGKILL)
     await attempt.sleep(3.0)
     job.fail(0)
     await attempt.await_newer(30.0)
@@ -228,7 +227,8 @@ async def address(attempt: Attempt) -> None:
     job = await attempt.run(times=SLOW_FENCE)
     victim, network = job.hosts()[-1], attempt.world.network
     spare = next(host for name, host in network.hosts.items() if name not in job.nodes())
-    attempt.world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}})
+    # The other host is no node itself: no two nodes may have one address.
+    attempt.world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
     _, said = await attempt.world.run_starter("nodes", "apply", "--because", "renumbered", "--fleet", FLEET)
     attempt.note(" ".join(said.split())[:200])
     await attempt.sleep(3.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import time
@@ -117,8 +118,8 @@ class FenceJob(Job):
     def hosts(self) -> list[Host]:
         return [self.world.network.hosts[name] for name in self.nodes()]
 
-    def ranks_on(self, host: Host) -> list[int]:
-        """Return the living ranks of this job on a host, of whatever generation."""
+    def ranks_on(self, host: Host, before: Generation | None = None) -> list[int]:
+        """Return the living ranks of this job on a host, of any generation or of those before one."""
         carrying = f"RELAUNCH_TOKEN={self.world.client.namespace}/{self.name}/".encode()
         found = []
         for pid in host.find("rank"):
@@ -126,7 +127,8 @@ class FenceJob(Job):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(variable.startswith(carrying) for variable in variables):
+            tokens = [parse_token(os.fsdecode(v)) for v in variables if v.startswith(carrying)]
+            if any(before is None or token < before for token in tokens):
                 found.append(pid)
         return found
 
@@ -192,9 +194,14 @@ class FenceJob(Job):
         await eventually(started, f"{self.name} does not launch generation {generation}", patience)
 
     async def until_ended_on(self, host: Host, patience: float = 90.0) -> bool:
-        """Wait until no rank of the job lives on a host; return whether that came."""
+        """Wait until no rank of the job lives on a host that was not started by the newest generation.
+
+        While there is one generation only, its ranks are meant. Return whether that came.
+        """
         deadline = time.monotonic() + patience
-        while self.ranks_on(host):
+        starts = self.first_starts()
+        before = max(starts) if len(starts) > 1 else None
+        while self.ranks_on(host, before):
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.1)
