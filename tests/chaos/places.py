@@ -8,7 +8,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -21,6 +21,8 @@ from tests.backends.slow_link import Way, slow_links
 from tests.backends.sshd import Sshd, make_key, need_sshd
 
 Lines = list[dict[str, object]]
+Prepare = Callable[[str, Path], None]
+"""Called with each node's name and its new state folder, before anything runs there."""
 
 
 class Places(Protocol):
@@ -66,10 +68,12 @@ class LocalPlaces:
     environment: Mapping[str, str] = MappingProxyType({})
     within = elsewhere = ()
 
-    def __init__(self, folder: Path, addresses: dict[str, str]) -> None:
+    def __init__(self, folder: Path, addresses: dict[str, str], prepare: Prepare | None = None) -> None:
         self._folder, self._addresses = folder, addresses
         for name in addresses:
             self.state(name).mkdir(parents=True, mode=0o700)
+            if prepare is not None:
+                prepare(name, self.state(name))
 
     def state(self, name: str) -> Path:
         return self._folder / "state" / "nodes" / name
@@ -111,10 +115,20 @@ class SshPlaces:
     backend = "ssh"
     environment: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, folder: Path, addresses: dict[str, str], apart: bool = False, delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        addresses: dict[str, str],
+        apart: bool = False,
+        delay: float = 0.0,
+        prepare: Prepare | None = None,
+        variables: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         """`apart`: with a control network and one for training. Skips the test where no such can be made.
-        `delay`, of nodes that share a network: each byte between controller and nodes comes so many seconds late."""
+        `delay`, of nodes that share a network: each byte between controller and nodes comes so many seconds late.
+        `variables`: of the environment of everything on a node, by the node's name."""
         need_sshd()
+        self._prepare, self._variables = prepare, variables or {}
         self._delay = delay
         self._links = contextlib.ExitStack()
         self.key = make_key(folder / "key")
@@ -146,6 +160,9 @@ class SshPlaces:
             host.address, host.port, host.within = f"{CONTROL}.{10 + number}", 22, self.network.inside(number)
             self._training[name] = f"{TRAINING}.{10 + number}"
         host.state.mkdir(mode=0o700)
+        if self._prepare is not None:
+            self._prepare(name, host.state)
+        host.environment.update(self._variables.get(name, {}))
         order = shlex.join(local_power.command(host.state))
         host.program_named("systemctl", f'#!/bin/sh\n[ "$*" = reboot ] && exec {order}\nexit 1\n')
         return host.start()

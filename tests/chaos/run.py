@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 import time
@@ -15,6 +16,7 @@ from temporalio.service import RPCError
 
 from settings import Mistake
 from tests.chaos.checks import violations
+from tests.chaos.disturbances import ON_CLOCKS, ON_DISKS
 from tests.chaos.rounds import Round
 from tests.chaos.world import World
 
@@ -31,6 +33,30 @@ class Tally:
     passed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
     failed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
     reports: list[str] = field(default_factory=list)
+    file: Path | None = None
+    """Where each round that was played is written down, so that a run that was interrupted goes on."""
+
+    def restore(self) -> set[tuple[Cell, int]]:
+        """Count the rounds that were played before; return them, by cell and seed."""
+        played = set()
+        if self.file is not None and self.file.exists():
+            for line in self.file.read_text().splitlines():
+                phase, victim, seed, report = json.loads(line)
+                played.add(((phase, victim), seed))
+                self._count((phase, victim), report)
+        return played
+
+    def add(self, cell: Cell, seed: int, report: str | None) -> None:
+        """Count a round; `report` says why it failed."""
+        self._count(cell, report)
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps((*cell, seed, report)) + "\n")
+
+    def _count(self, cell: Cell, report: str | None) -> None:
+        (self.passed if report is None else self.failed)[cell] += 1
+        if report is not None:
+            self.reports.append(report)
 
 
 async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
@@ -45,12 +71,11 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
     except (AssertionError, TimeoutError) as error:
         found = [str(error) or f"it took longer than {LONGEST_ROUND:g} s: {traceback.format_exc()}"]
     if not found:
-        tally.passed[cell] += 1
+        tally.add(cell, seed, None)
     else:
-        tally.failed[cell] += 1
         kept = await keep(world, round, found, seed)
         name = round.job.name if hasattr(round, "job") else "-"
-        tally.reports.append(f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}")
+        tally.add(cell, seed, f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}")
         print(f"FAILED {tally.reports[-1]}", flush=True)
     if hasattr(round, "job"):
         await world.tidy(round.job)
@@ -60,6 +85,7 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
 async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
     """Copy what explains a failure, before the world is tidied."""
     folder = world.folder.parent / "failures" / f"{round.phase}-{round.victim.replace(' ', '-')}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)  # of the same round in a run that was interrupted
     folder.mkdir(parents=True)
     (folder / "round.txt").write_text("\n".join((*round.log, "", *found)) + "\n")
     for name in ("worker.log", "server.log"):
@@ -83,8 +109,10 @@ async def work(
     number: int, folder: Path, queue: list[tuple[Cell, int]], tally: Tally, until: float, backend: str = "local", apart: bool = False
 ) -> None:
     """One world that plays rounds until none is left."""
-    place = folder / f"world-{number}"
-    async with World(place, number, backend=backend, apart=apart, answer_within=ANSWER_WITHIN[backend]) as world:
+    place, victims = folder / f"world-{number}", {victim for (_, victim), _ in queue}
+    shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
+    needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}
+    async with World(place, number, backend=backend, apart=apart, answer_within=ANSWER_WITHIN[backend], **needs) as world:
         while queue and time.monotonic() < until:
             cell, seed = queue.pop(0)
             begun = time.monotonic()

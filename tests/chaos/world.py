@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from temporalio.client import Client
 from temporalio.service import RPCError
@@ -34,7 +34,12 @@ from recovery.model import Incident, JobState
 from recovery.policy import Policy, resolve
 from recovery.spec import JobSpec
 from settings import Mistake
+from tests.chaos import wall_clock
+from tests.chaos.disks import Disk
 from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
+
+if TYPE_CHECKING:
+    from tests.chaos.rival import Rival
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = Path(__file__).with_name("rank.py")
@@ -265,6 +270,13 @@ class World:
     """Of the backend `ecs`: more of the fleet file's `ecs`."""
     delay: float = 0.0
     """Seconds by which each byte between the controller and nodes of the backend `ssh` is late."""
+    disks: bool = False
+    """Whether each node's state folder is on a disk of its own."""
+    clocks: bool = False
+    """Whether the wall clocks of the worker and of nodes of the backend `ssh` can be stepped, by `clock_file`."""
+    disks_of: dict[str, Disk] = field(default_factory=dict)
+    rival: Rival | None = None
+    """Another server with the same names and nodes, where a round has needed one."""
     places: Places = field(init=False)
     fleet_file: Path = field(init=False)
     server: Process = field(init=False)
@@ -305,7 +317,8 @@ class World:
         ]
         self.server = Process("server", command, self.environment, self.folder / "server.log")
         command = [*self.places.within, sys.executable, str(ROOT / "worker.py")]
-        self.worker = Process("worker", command, self.environment, self.folder / "worker.log")
+        clock = wall_clock.variables(self.clock_file("worker")) if self.clocks else {}
+        self.worker = Process("worker", command, {**self.environment, **clock}, self.folder / "worker.log")
         try:
             await self.places.serve(port)
             await self.server.start()
@@ -355,14 +368,23 @@ class World:
         return process.returncode, out.decode()
 
     def _places(self, addresses: dict[str, str]) -> Places:
+        prepare = self._mount_disk if self.disks else None
         if self.backend == "ssh":
-            return SshPlaces(self.folder, addresses, self.apart, self.delay)
+            clocks = {name: wall_clock.variables(self.clock_file(name)) for name in addresses} if self.clocks else None
+            return SshPlaces(self.folder, addresses, self.apart, self.delay, prepare, clocks)
         if self.backend == "ecs":
             # Here and not above: other worlds need not wait for the import of moto.
             from tests.chaos.ecs_places import EcsPlaces
 
             return EcsPlaces(self.folder, addresses, self.gpus, **self.options)
-        return LocalPlaces(self.folder, addresses)
+        return LocalPlaces(self.folder, addresses, prepare)
+
+    def clock_file(self, whose: str) -> Path:
+        """Return the file that says how far the wall clock of the `worker` or of a node is ahead."""
+        return self.folder / f"{whose}.clock"
+
+    def _mount_disk(self, name: str, state: Path) -> None:
+        self.disks_of[name] = Disk(self.folder / "disks" / name, state)
 
     async def worker_elsewhere(self) -> Process:
         """Start another worker, on another machine: nothing that the first one has written is there."""
@@ -377,8 +399,12 @@ class World:
     async def __aexit__(self, *_: object) -> None:
         for worker in (self.worker, *self.others):
             await worker.end()
+        for disk in self.disks_of.values():
+            disk.thaw()
         await self.places.close()
         await self.server.end()
+        for disk in self.disks_of.values():
+            disk.close()
 
     @property
     def names(self) -> list[str]:
@@ -424,6 +450,12 @@ class World:
 
     async def tidy(self, job: Job) -> None:
         """Make the nodes as good as new, whatever became of the job."""
+        for disk in self.disks_of.values():
+            disk.thaw()
+            disk.free()
+        if self.clocks:
+            for whose in ("worker", *self.names):
+                wall_clock.step(self.clock_file(whose), 0.0)
         for name in self.names:
             self.places.heal(name)
         for process in (self.server, self.worker):

@@ -153,8 +153,8 @@ async def one_way(attempt: Attempt) -> None:
 @attack(nodes=3, spares=2)
 async def witness(attempt: Attempt) -> None:
     """A peer that still holds its lease vouches for a cut-off node, until it is stopped itself, last of all."""
-    lease = 16.0
-    times = {"lease": f"{lease:g}s", "fence_after": "5s", "lost_after": "300s"}
+    lease = 20.0
+    times = {"lease": f"{lease:g}s", "fence_after": "8s", "lost_after": "300s"}
     job = await attempt.run(nodes=3, policy=chaos_policy(times, hang={"after": f"{lease + 2:g}s", "first_step": "60s"}))
     await attempt.sleep(lease / 3)  # each lease was renewed at least once: every sixth of it
     first, middle, last = job.hosts()
@@ -167,7 +167,7 @@ async def witness(attempt: Attempt) -> None:
     attempt.note(f"{middle.name} hears {last.name} only; {last.name} has just lost the controller")
     stopped = await job.until_ended_on(first, 60.0)
     attempt.note(f"{first.name} is stopped: {stopped}; ranks: {[len(job.ranks_on(h)) for h in (middle, last)]}")
-    await attempt.sleep(11.5)
+    await attempt.sleep(14.5)  # fence, grace and margin after the first stop, and a little
     for controller in ("c1", "c2"):
         network.set_links(last.name, controller)
     network.set_links(middle.name, last.name, loss=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -36,8 +37,8 @@ class SwitchedPlaces(SshPlaces):
 
     def __init__(self, folder: Path, addresses: dict[str, str], user: str, variables: Mapping[str, Mapping[str, str]]) -> None:
         """`variables`: of the environment of everything on a node, by the node's name."""
-        self._user, self._variables = user, variables
-        super().__init__(folder, addresses, apart=True)
+        self._user = user
+        super().__init__(folder, addresses, apart=True, variables=variables)
 
     def _make_network(self, folder: Path, addresses: dict[str, str]) -> Network:
         return SwitchedNetwork(folder, addresses, self.key)
@@ -80,7 +81,8 @@ class SwitchedPlaces(SshPlaces):
         shutil.copy(host.log, folder / "sshd.log")
         ignore = shutil.ignore_patterns("sock", "orders", "agents", "pynvml")
         for number, state in enumerate(host.states()):
-            shutil.copytree(state, folder / f"state-{number}", ignore=ignore, dirs_exist_ok=True)
+            with contextlib.suppress(shutil.Error):  # what is replaced while it is copied
+                shutil.copytree(state, folder / f"state-{number}", ignore=ignore, dirs_exist_ok=True)
 
     def _end(self) -> None:
         self._links.close()
