@@ -14,7 +14,7 @@
     two servers         another server's worker, with the same namespace, fleet and job name, is given the same nodes
     swapped addresses   the fleet file has the addresses of two nodes exchanged, and is applied (hosts of ssh)
 
-The disks need root and loop devices, the clocks libfaketime: where those are missing these victims are left out,
+The disks need root and loop devices, the clocks gcc: where those are missing these victims are left out,
 and the program says so. What such a round may cost is not told beforehand: how long things take decides it. It
 must end as it should with no two generations alive, no rank started twice, and one story told everywhere.
 """
@@ -32,7 +32,7 @@ from temporalio.service import RPCError
 
 from backends.local_power import processes_of, signal_all
 from console import jobs
-from tests.chaos import disks, wall_clock
+from tests.chaos import clocks, disks
 from tests.chaos.places import SshPlaces
 from tests.chaos.rival import Rival
 from tests.chaos.world import FLEET, eventually
@@ -55,7 +55,7 @@ def find_obstacle(victim: str) -> str | None:
     """Return why there can be no such victim here; None: there can."""
     if victim in ON_DISKS:
         return disks.find_obstacle()
-    return wall_clock.find_obstacle() if victim in ON_CLOCKS else None
+    return clocks.find_obstacle() if victim in ON_CLOCKS else None
 
 
 async def disturb(round: Round, node: str) -> Undo:
@@ -66,9 +66,9 @@ async def disturb(round: Round, node: str) -> Undo:
         case "disk full" | "disk frozen" | "disk emptied":
             return await _spoil_disk(round, node)
         case "clock node":
-            return _step_clock(round, [round.world.clock_file(node)])
+            return _step_clock(round, node)
         case "clock controller":
-            return _step_clock(round, [round.world.clock_file("worker")])
+            return _step_clock(round, "worker")
         case "policy change":
             return await _change_policy(round, node)
         case "flapping link":
@@ -141,15 +141,13 @@ async def _spoil_disk(round: Round, node: str) -> Undo:
             return nothing
 
 
-def _step_clock(round: Round, files: list) -> Undo:  # type: ignore[type-arg]
-    seconds = round.random.choice(CLOCK_STEPS_S)
-    for file in files:
-        wall_clock.step(file, seconds)
-    round.note(f"{round.victim} stepped by {seconds:g} s")
+def _step_clock(round: Round, whose: str) -> Undo:
+    stepped, seconds = round.world.clocks_of[whose], round.random.choice(CLOCK_STEPS_S)
+    stepped.step_wall(seconds)
+    round.note(f"the wall clock of {whose} stepped by {seconds:g} s")
 
     async def back() -> None:
-        for file in files:
-            wall_clock.step(file, 0.0)
+        stepped.reset_wall()
 
     return back
 

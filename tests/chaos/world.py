@@ -34,7 +34,7 @@ from recovery.model import Incident, JobState
 from recovery.policy import Policy, resolve
 from recovery.spec import JobSpec
 from settings import Mistake
-from tests.chaos import wall_clock
+from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk
 from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
 
@@ -273,7 +273,9 @@ class World:
     disks: bool = False
     """Whether each node's state folder is on a disk of its own."""
     clocks: bool = False
-    """Whether the wall clocks of the worker and of nodes of the backend `ssh` can be stepped, by `clock_file`."""
+    """Whether the clocks of the worker and of nodes of the backend `ssh` can be stepped."""
+    clocks_of: dict[str, Clocks] = field(default_factory=dict)
+    """By `worker` and by node."""
     disks_of: dict[str, Disk] = field(default_factory=dict)
     rival: Rival | None = None
     """Another server with the same names and nodes, where a round has needed one."""
@@ -291,6 +293,8 @@ class World:
         state, self.fleet_file = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
         addresses = {name: self.address(name) for name in self.names}
+        if self.clocks:
+            self.clocks_of = {whose: Clocks(self.folder / "clocks" / whose) for whose in ("worker", *self.names)}
         self.places = self._places(addresses)
         self.write_fleet()
         port, ui = free_port(), free_port()
@@ -317,7 +321,7 @@ class World:
         ]
         self.server = Process("server", command, self.environment, self.folder / "server.log")
         command = [*self.places.within, sys.executable, str(ROOT / "worker.py")]
-        clock = wall_clock.variables(self.clock_file("worker")) if self.clocks else {}
+        clock = self.clocks_of["worker"].variables if self.clocks else {}
         self.worker = Process("worker", command, {**self.environment, **clock}, self.folder / "worker.log")
         try:
             await self.places.serve(port)
@@ -370,7 +374,7 @@ class World:
     def _places(self, addresses: dict[str, str]) -> Places:
         prepare = self._mount_disk if self.disks else None
         if self.backend == "ssh":
-            clocks = {name: wall_clock.variables(self.clock_file(name)) for name in addresses} if self.clocks else None
+            clocks = {name: clocks.variables for name, clocks in self.clocks_of.items()}
             return SshPlaces(self.folder, addresses, self.apart, self.delay, prepare, clocks)
         if self.backend == "ecs":
             # Here and not above: other worlds need not wait for the import of moto.
@@ -378,10 +382,6 @@ class World:
 
             return EcsPlaces(self.folder, addresses, self.gpus, **self.options)
         return LocalPlaces(self.folder, addresses, prepare)
-
-    def clock_file(self, whose: str) -> Path:
-        """Return the file that says how far the wall clock of the `worker` or of a node is ahead."""
-        return self.folder / f"{whose}.clock"
 
     def _mount_disk(self, name: str, state: Path) -> None:
         self.disks_of[name] = Disk(self.folder / "disks" / name, state)
@@ -453,9 +453,8 @@ class World:
         for disk in self.disks_of.values():
             disk.thaw()
             disk.free()
-        if self.clocks:
-            for whose in ("worker", *self.names):
-                wall_clock.step(self.clock_file(whose), 0.0)
+        for clocks in self.clocks_of.values():
+            clocks.reset_wall()
         for name in self.names:
             self.places.heal(name)
         for process in (self.server, self.worker):

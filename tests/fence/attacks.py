@@ -10,7 +10,6 @@ import asyncio
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import time
 import uuid
@@ -23,6 +22,7 @@ from activities.fleet import FLEET_ID_PREFIX
 from backends.local_power import signal_all
 from console import jobs
 from tests.backends.sshd import Sshd
+from tests.chaos import clocks
 from tests.chaos.world import FLEET, chaos_policy
 from tests.fence.hosts import PYTHON, Host
 from tests.fence.world import FenceJob, FenceWorld, Generation
@@ -258,14 +258,13 @@ async def swapped(attempt: Attempt) -> None:
     victim, impostor = network.hosts["n2"], network.hosts["n3"]
     _share_host_key(victim, impostor)
     world.places.known_hosts.write_text("".join(h.known_hosts for h in network.hosts.values()))  # type: ignore[attr-defined]
-    job = await attempt.run(times=SLOW_FENCE)
+    await attempt.run(times=SLOW_FENCE)
     network.answer_for(victim.name, impostor.name)
     try:
         await attempt.await_newer()
         await attempt.await_end(victim, 30.0)
     finally:
         network.answer_for_itself(victim.name, impostor.name)
-    assert job.nodes()
 
 
 def _share_host_key(original: Host, copy: Sshd) -> None:
@@ -367,24 +366,35 @@ async def paused(attempt: Attempt) -> None:
     await attempt.await_end(victim, 15.0)
 
 
-@attack(obstacle=find_no_compiler, can_share=False, stopped_clock=True)
+@attack(obstacle=clocks.find_obstacle, can_share=False, clocks=True)
 async def paused_clock(attempt: Attempt) -> None:
     """As `paused`, and CLOCK_BOOTTIME of the host stood still meanwhile, as in a paused virtual machine."""
     job = await attempt.run(times={"lease": "6s", "fence_after": "6s"})
-    world, lost = attempt.world, attempt.world.lost_time
-    victim = world.network.hosts["n2"]
-    already, begun = struct.unpack("q", lost.read_bytes())[0], time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    world, victim = attempt.world, job.hosts()[-1]
+    begun = time.clock_gettime(time.CLOCK_BOOTTIME)
     world.pause(victim)
     world.network.isolate(victim.name)  # the kernel of a paused machine takes no packets either
     try:
         await attempt.await_newer(after=1.0)
         world.network.set_links(victim.name, "*")
     finally:
-        with lost.open("r+b") as file:
-            file.write(struct.pack("q", already + time.clock_gettime_ns(time.CLOCK_BOOTTIME) - begun))
+        world.clocks_of[victim.name].step_boot(begun - time.clock_gettime(time.CLOCK_BOOTTIME))
         world.resume(victim)
     await attempt.await_end(victim, 30.0)
-    assert job.nodes()
+
+
+@attack(obstacle=clocks.find_obstacle, can_share=False, clocks=True)
+async def controller_clock(attempt: Attempt) -> None:
+    """The controller's wall clock is stepped by minutes while it waits for the fence of a node that is cut off."""
+    job = await attempt.run(times={"lease": "6s", "fence_after": "15s"})
+    world, victim = attempt.world, job.hosts()[-1]
+    world.network.isolate(victim.name)
+    # The other nodes are stopped, and the wait has begun.
+    await job.until_ended_on(job.hosts()[0], 60.0)
+    await attempt.sleep(0.5, 2.0)
+    world.clocks_of["worker"].step_wall(180.0)
+    await attempt.await_newer()
+    await attempt.await_end(victim)
 
 
 @attack()

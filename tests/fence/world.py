@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import subprocess
 import time
 import uuid
 from collections import Counter, defaultdict
@@ -222,26 +221,12 @@ class FenceWorld(World):
     python: str = PYTHON
     user: str = "root"
     """Who logs in to the nodes."""
-    stopped_clock: bool = False
-    """Whether CLOCK_BOOTTIME of n2 can be made to have stood still: by what stands in `lost_time`."""
     woken: dict[str, list[int]] = field(default_factory=dict)
     """When hosts that were paused went on, by name: nanoseconds of CLOCK_MONOTONIC_RAW."""
 
-    @property
-    def lost_time(self) -> Path:
-        """A file of nanoseconds by which CLOCK_BOOTTIME of n2 is behind."""
-        return self.folder / "lost_time"
-
     def _places(self, addresses: dict[str, str]) -> Places:
-        variables = {"n2": self._prepare_stopped_clock()} if self.stopped_clock else {}
+        variables = {name: clocks.variables for name, clocks in self.clocks_of.items()}
         return SwitchedPlaces(self.folder, addresses, self.user, variables)
-
-    def _prepare_stopped_clock(self) -> dict[str, str]:
-        library = self.folder / "stopped_clock.so"
-        source = Path(__file__).with_name("stopped_clock.c")
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
-        self.lost_time.write_bytes(bytes(8))
-        return {"LD_PRELOAD": str(library), "STOPPED_CLOCK": str(self.lost_time)}
 
     async def __aenter__(self) -> FenceWorld:
         self.folder.mkdir(parents=True, exist_ok=True)
