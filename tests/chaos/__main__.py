@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.backends.sshd import MISSING, SSHD
 from tests.chaos.disturbances import find_obstacle
 from tests.chaos.rounds import ABSENT, FAILPOINTS, NOT_YET, ONLY, PHASES, POINTS, VICTIMS
-from tests.chaos.run import Tally, work
+from tests.chaos.run import Tally, end_by_signal, work
 
 NAMED = {"failpoint": FAILPOINTS, "point": POINTS}
 """Not at random moments: where the agent, or the controller, dies between reserve, act and record."""
@@ -99,4 +99,4 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(asyncio.run(end_by_signal(main())))

@@ -6,11 +6,14 @@ import asyncio
 import json
 import random
 import shutil
+import signal
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from temporalio.service import RPCError
 
@@ -26,6 +29,17 @@ LONGEST_ROUND = 240.0
 
 ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
 """Seconds: a login forks five processes where a local session is one."""
+
+
+async def end_by_signal(program: Coroutine[Any, Any, int]) -> int:
+    """Run a program that leaves no process and no mount behind when it is interrupted (SIGINT, SIGTERM)."""
+    task, loop = asyncio.ensure_future(program), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 130
 
 
 @dataclass

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.chaos.run import end_by_signal
 from tests.fence.hosts import find_obstacle
 from tests.fence.rounds import ALL, RANDOM, Record, work
 
@@ -58,4 +59,4 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(asyncio.run(end_by_signal(main())))
