@@ -46,6 +46,9 @@ async def main() -> int:
     parser.add_argument("--phases", default=",".join((*PHASES, *NAMED)), help="comma-separated")
     parser.add_argument("--minutes", type=float, default=24 * 60, help="start no round after so many")
     parser.add_argument("--work", type=Path, help="folder of a run that can be interrupted: with the same seed and cells it goes on there")
+    parser.add_argument(
+        "--answer-within", type=float, help="seconds that a node has for an answer; more than the default on a busy machine"
+    )
     parser.add_argument("--worlds", type=int, default=2, help="servers, workers and fleets side by side")
     arguments = parser.parse_args()
     there = tuple(victim for victim in VICTIMS if ONLY.get(victim, arguments.backend) == arguments.backend)
@@ -81,9 +84,8 @@ async def main() -> int:
         print(f"{len(played)} rounds were played before", flush=True)
         queue = [one for one in queue if one not in played]
     until = time.monotonic() + 60 * arguments.minutes
-    await asyncio.gather(
-        *(work(number, folder, queue, tally, until, arguments.backend, arguments.apart) for number in range(arguments.worlds))
-    )
+    how = {"backend": arguments.backend, "apart": arguments.apart, "answer_within": arguments.answer_within}
+    await asyncio.gather(*(work(number, folder, queue, tally, until, **how) for number in range(arguments.worlds)))
     print(f"\nseed {seed}: rounds passed / played\n")
     if shown := tuple(phase for phase in PHASES if phase in phases):
         print("\n".join(table(tuple(victim for victim in VICTIMS if victim in victims), shown, "victim", tally)))

@@ -120,13 +120,21 @@ async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
 
 
 async def work(
-    number: int, folder: Path, queue: list[tuple[Cell, int]], tally: Tally, until: float, backend: str = "local", apart: bool = False
+    number: int,
+    folder: Path,
+    queue: list[tuple[Cell, int]],
+    tally: Tally,
+    until: float,
+    backend: str = "local",
+    apart: bool = False,
+    answer_within: float | None = None,
 ) -> None:
-    """One world that plays rounds until none is left."""
+    """One world that plays rounds until none is left. `answer_within`: seconds; None: as the backend's nodes need on an idle machine."""
     place, victims = folder / f"world-{number}", {victim for (_, victim), _ in queue}
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
     needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}
-    async with World(place, number, backend=backend, apart=apart, answer_within=ANSWER_WITHIN[backend], **needs) as world:
+    within = answer_within or ANSWER_WITHIN[backend]
+    async with World(place, number, backend=backend, apart=apart, answer_within=within, **needs) as world:
         while queue and time.monotonic() < until:
             cell, seed = queue.pop(0)
             begun = time.monotonic()
