@@ -196,7 +196,8 @@ async def _compete(round: Round) -> Undo:
     rival = round.world.rival = round.world.rival or Rival(round.world)
     await rival.start()
     await rival.submit(round.job.name, round.world.nodes)
-    round.note(f"another server runs a job {round.job.name}, too")
+    phase = await rival.await_launch(round.job.name)
+    round.note(f"another server has a job {round.job.name}, too, which is {phase}")
     return rival.withdraw
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import uuid
 from pathlib import Path
@@ -12,9 +13,12 @@ from temporalio.service import RPCError
 from connection import connect, ensure_namespace
 from console import jobs
 from console.service import HOST, SERVER_OPTIONS, find_server
-from console.submission import submit
+from console.submission import PHASE, submit
 from recovery.spec import JobSpec
 from tests.chaos.world import FLEET, QUEUE, RANK_PROGRAM, ROOT, Process, World, chaos_policy, eventually, free_port
+
+
+LAUNCH_TIMEOUT_S = 15.0
 
 
 class Rival:
@@ -63,6 +67,21 @@ class Rival:
         await submit(self.client, QUEUE, JobSpec.model_validate(spec), chaos_policy())
         self._jobs.append(name)
         return folder
+
+    async def await_launch(self, name: str) -> str:
+        """Wait until its job has had the time to be launched, or runs; return its phase."""
+        client, phase = self.client, "unknown"
+        assert client is not None
+
+        async def launched() -> bool:
+            nonlocal phase
+            described = await jobs.describe(client, name)
+            phase = str(described.typed_search_attributes.get(PHASE))
+            return phase not in ("None", "QUEUED", "LAUNCHING")
+
+        with contextlib.suppress(AssertionError):
+            await eventually(launched, f"the rival's {name} is not launched", LAUNCH_TIMEOUT_S)
+        return phase
 
     async def withdraw(self) -> None:
         """Cancel its jobs, and wait until they have ended."""

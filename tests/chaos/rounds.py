@@ -281,6 +281,8 @@ class Round:
             await self.job.signal("force_retry", {"because": "chaos"})
             await self.job.until_phase("RUNNING", generation=2)
         await self._end_whatever_it_takes()
+        if (self.phase, self.victim) == ("RUNNING", "two servers"):
+            return Expected((NOTHING,))  # what runs is nothing to another server
         return Expected(None, paused=paused)
 
     async def _end_whatever_it_takes(self) -> None:

@@ -337,14 +337,15 @@ async def fleet_terminated(attempt: Attempt) -> None:
 
 
 async def _resubmit(attempt: Attempt, with_fleet: bool) -> None:
-    job = await attempt.run(times=SLOW_FENCE)
+    times = {"lease": "8s", "fence_after": "25s"}
+    job = await attempt.run(times=times)
     victim, world = job.hosts()[-1], attempt.world
     world.network.isolate(victim.name)
     await attempt.sleep(1.0)
     await jobs.handle_of(world.client, job.name).terminate("an operator")
     if with_fleet:
         await world.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}").terminate("an operator")
-    attempt.job = await world.submit_ranks(name=job.name, times=SLOW_FENCE if with_fleet else None)
+    attempt.job = await world.submit_ranks(name=job.name, times=times if with_fleet else None)
     await attempt.await_newer()
     await attempt.await_end(victim)
 
