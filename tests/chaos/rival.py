@@ -17,7 +17,6 @@ from console.submission import PHASE, submit
 from recovery.spec import JobSpec
 from tests.chaos.world import FLEET, QUEUE, RANK_PROGRAM, ROOT, Process, World, chaos_policy, eventually, free_port
 
-
 LAUNCH_TIMEOUT_S = 15.0
 
 

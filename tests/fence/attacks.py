@@ -44,7 +44,9 @@ class Attempt:
     before: Generation = (0, 0)
     """The newest generation when the harm was done."""
     has_launched: bool = False
-    """Whether a newer generation ran afterwards: else the attack had nothing to overlap with."""
+    """Whether a newer generation was launched afterwards."""
+    has_ended_first: bool = False
+    """Whether the older ranks ended before that: then nothing can overlap any more."""
 
     def note(self, text: str) -> None:
         self.log.append(f"{time.monotonic() - self.began:6.1f}  {text}")
@@ -59,19 +61,22 @@ class Attempt:
     async def sleep(self, least: float, most: float = 0.0) -> None:
         await asyncio.sleep(self.random.uniform(least, max(least, most)))
 
-    async def await_newer(self, patience: float = 60.0, after: float = 2.0) -> bool:
-        """Wait until a newer generation has started, and a little longer; return whether it did."""
+    async def await_newer(self, victim: Host | None = None, patience: float = 60.0, after: float = 2.0) -> None:
+        """Wait until a newer generation has started, and a little longer, or the ranks on the victim have ended."""
         assert self.job is not None
         deadline = time.monotonic() + patience
         while max(self.job.first_starts()) == self.before:
             if time.monotonic() > deadline:
                 self.note(f"no newer generation within {patience:g} s: {await self.explain()}")
-                return False
+                return
+            if victim is not None and not self.job.ranks_on(victim):
+                self.has_ended_first = True
+                self.note(f"ranks on {victim.name} have ended, and no newer generation was launched")
+                return
             await asyncio.sleep(0.1)
         self.has_launched = True
         self.note(f"{max(self.job.first_starts())[1]} is launched on {', '.join(self.job.nodes())}")
         await asyncio.sleep(after)
-        return True
 
     async def await_end(self, host: Host, patience: float = 40.0) -> None:
         """Wait until the ranks of the job on a host have ended, to measure how long they lived on."""
@@ -133,7 +138,7 @@ async def cut(attempt: Attempt) -> None:
     await attempt.sleep(0.0, 1.5)
     victim = job.hosts()[-1]
     attempt.world.network.isolate(victim.name)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim)
 
 
@@ -146,7 +151,7 @@ async def one_way(attempt: Attempt) -> None:
     ends = (victim.name, "*") if attempt.random.random() < 0.5 else ("*", victim.name)
     attempt.note(f"frames from {ends[0]} to {ends[1]} get lost")
     network.set_link(*ends, loss=1.0)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim)
 
 
@@ -172,7 +177,7 @@ async def witness(attempt: Attempt) -> None:
         network.set_links(last.name, controller)
     network.set_links(middle.name, last.name, loss=1.0)
     attempt.note(f"{last.name} is back; ranks: {[len(job.ranks_on(h)) for h in (middle, last)]}")
-    await attempt.await_newer()
+    await attempt.await_newer(middle)
     await attempt.await_end(middle)
 
 
@@ -190,7 +195,7 @@ async def flapping(attempt: Attempt) -> None:
         job.fail(0)
         await attempt.sleep(0.0, 1.0)
     network.isolate(victim.name)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim)
 
 
@@ -217,7 +222,7 @@ async def machine_id(attempt: Attempt) -> None:
     victim.signal_kind("session", signal.SIGKILL)
     await attempt.sleep(3.0)
     job.fail(0)
-    await attempt.await_newer(30.0)
+    await attempt.await_newer(patience=30.0)
     await attempt.await_end(victim, 10.0)
 
 
@@ -233,7 +238,7 @@ async def address(attempt: Attempt) -> None:
     attempt.note(" ".join(said.split())[:200])
     await attempt.sleep(3.0)
     job.fail(0)
-    await attempt.await_newer(30.0)
+    await attempt.await_newer(patience=30.0)
     await attempt.await_end(victim, 10.0)
 
 
@@ -247,7 +252,7 @@ async def user(attempt: Attempt) -> None:
     attempt.note(" ".join(said.split())[:200])
     await attempt.sleep(3.0)
     job.fail(0)
-    await attempt.await_newer(30.0)
+    await attempt.await_newer(patience=30.0)
     await attempt.await_end(victim, 10.0)
 
 
@@ -261,7 +266,7 @@ async def swapped(attempt: Attempt) -> None:
     await attempt.run(times=SLOW_FENCE)
     network.answer_for(victim.name, impostor.name)
     try:
-        await attempt.await_newer()
+        await attempt.await_newer(victim)
         await attempt.await_end(victim, 30.0)
     finally:
         network.answer_for_itself(victim.name, impostor.name)
@@ -291,7 +296,7 @@ async def state_deleted(attempt: Attempt) -> None:
     victim.signal_kind("session", signal.SIGKILL)
     await attempt.sleep(0.0, 3.0)
     job.fail(0)
-    await attempt.await_newer(30.0)
+    await attempt.await_newer(patience=30.0)
     await attempt.await_end(victim, 10.0)
 
 
@@ -304,7 +309,7 @@ async def jobs_deleted(attempt: Attempt) -> None:
     shutil.rmtree(victim.state_of(rank) / "jobs")
     await attempt.sleep(0.0, 3.0)
     job.fail(0)
-    await attempt.await_newer(30.0)
+    await attempt.await_newer(patience=30.0)
     await attempt.await_end(victim, 10.0)
 
 
@@ -320,7 +325,7 @@ async def policy_changed(attempt: Attempt) -> None:
     attempt.note(f"policy change: {answer}"[:200])
     victim = job.hosts()[-1]
     attempt.world.network.isolate(victim.name)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim)
 
 
@@ -330,14 +335,14 @@ async def resubmitted(attempt: Attempt) -> None:
     await _resubmit(attempt, with_fleet=False)
 
 
-@attack(can_share=False)
+@attack(nodes=3, spares=0, can_share=False)  # a free node, which is no spare
 async def fleet_terminated(attempt: Attempt) -> None:
     """As `resubmitted`, with the same time-outs; the fleet's workflow is terminated, too."""
     await _resubmit(attempt, with_fleet=True)
 
 
 async def _resubmit(attempt: Attempt, with_fleet: bool) -> None:
-    times = {"lease": "8s", "fence_after": "25s"}
+    times = {"lease": "6s", "fence_after": "20s"}
     job = await attempt.run(times=times)
     victim, world = job.hosts()[-1], attempt.world
     world.network.isolate(victim.name)
@@ -346,7 +351,7 @@ async def _resubmit(attempt: Attempt, with_fleet: bool) -> None:
     if with_fleet:
         await world.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}").terminate("an operator")
     attempt.job = await world.submit_ranks(name=job.name, times=times if with_fleet else None)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim)
 
 
@@ -394,7 +399,7 @@ async def controller_clock(attempt: Attempt) -> None:
     await job.until_ended_on(job.hosts()[0], 60.0)
     await attempt.sleep(0.5, 2.0)
     world.clocks_of["worker"].step_wall(180.0)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim)
 
 
@@ -405,7 +410,7 @@ async def keeper_stopped(attempt: Attempt) -> None:
     victim = job.hosts()[-1]
     pids = victim.signal_kind("keeper", signal.SIGSTOP)
     attempt.world.network.isolate(victim.name)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim, 15.0)
     signal_all(pids, signal.SIGCONT)
 
@@ -429,7 +434,7 @@ async def supervisor_stopped(attempt: Attempt) -> None:
     job = await attempt.run(times={"fence_after": "6s"})
     victim = job.hosts()[-1]
     pids = victim.signal_kind("supervisor", signal.SIGSTOP)
-    await attempt.await_newer()
+    await attempt.await_newer(victim)
     await attempt.await_end(victim, 15.0)
     signal_all(pids, signal.SIGCONT)
 
@@ -525,7 +530,7 @@ async def _leave_stray(attempt: Attempt, kind: str) -> None:
         signal_all(pids, signal.SIGKILL)
     else:
         job.fail(0)
-    await attempt.await_newer(40.0, after=4.0)
+    await attempt.await_newer(patience=40.0, after=4.0)
 
 
 def _compile_sudo(folder: Path) -> None:

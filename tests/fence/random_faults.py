@@ -50,12 +50,12 @@ async def play(attempt: Attempt) -> None:
             else:
                 undo += _do_harm(attempt, order.choice(job.hosts()))
         # The newest generation starts while the harm goes on, or it does not.
-        await attempt.await_newer(10.0, after=1.0)
+        await attempt.await_newer(patience=10.0, after=1.0)
     finally:
         for one in undo:
             one()
         world.network.clear()
-    await attempt.await_newer(1.0, after=2.0)
+    await attempt.await_newer(patience=1.0, after=2.0)
     await attempt.sleep(1.0, 3.0)
 
 
