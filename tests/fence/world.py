@@ -121,14 +121,14 @@ class FenceJob(Job):
 
     def ranks_on(self, host: Host, before: Generation | None = None) -> list[int]:
         """Return the living ranks of this job on a host, of any generation or of those before one."""
-        carrying = f"RELAUNCH_TOKEN={self.world.client.namespace}/{self.name}/".encode()
         found = []
         for pid in host.find("rank"):
             try:
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            tokens = [parse_token(os.fsdecode(v)) for v in variables if v.startswith(carrying)]
+            carried = (os.fsdecode(v) for v in variables if v.startswith(b"RELAUNCH_TOKEN="))
+            tokens = [parse_token(token) for token in carried if token.split("/")[-3] == self.name]
             if any(before is None or token < before for token in tokens):
                 found.append(pid)
         return found
