@@ -292,7 +292,7 @@ async def state_deleted(attempt: Attempt) -> None:
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     (rank,) = job.ranks_on(victim)
-    shutil.rmtree(victim.state_of(rank))
+    _delete(victim.state_of(rank))
     victim.signal_kind("session", signal.SIGKILL)
     await attempt.sleep(0.0, 3.0)
     job.fail(0)
@@ -306,11 +306,19 @@ async def jobs_deleted(attempt: Attempt) -> None:
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     (rank,) = job.ranks_on(victim)
-    shutil.rmtree(victim.state_of(rank) / "jobs")
+    _delete(victim.state_of(rank) / "jobs")
     await attempt.sleep(0.0, 3.0)
     job.fail(0)
     await attempt.await_newer(patience=30.0)
     await attempt.await_end(victim, 10.0)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder in which ranks write meanwhile; what is made again afterwards stays."""
+    for _ in range(5):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
 
 
 # --- times of one generation, judged by those of another
