@@ -7,6 +7,7 @@ Standard library only. FOLDER is shared by all ranks of a job, over all generati
     checkpoint                   the newest step; a new generation goes on from it
     stop                         when it appears, all ranks end with 0
     writes                       with --write-on, `TOKEN RANK HOST STAMP` a line, for as long as the rank lives
+    quiet                        when it appears, ranks report no more progress
     env/                         when it is there, each rank leaves its environment in it
     fail.<rank>                  when it appears, that rank raises what is in it, once
 
@@ -185,7 +186,7 @@ def train(folder: Path, target: int, step_time: float, stand_still: bool = False
         step += 1
         if RANK == 0:
             replace(checkpoint, str(step))
-        if progress is not None:
+        if progress is not None and not (folder / "quiet").exists():
             with contextlib.suppress(OSError):  # a full disk of the node does not end the training
                 replace(Path(progress), json.dumps({"step": step, "loss": 1 / step}))
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from temporalio.client import Client
 from temporalio.service import RPCError
 
+from activities.fleet import FLEET_ID_PREFIX
 from connection import connect, ensure_namespace, process_started
 from console import jobs
 from console.jobs import Look
@@ -448,6 +449,15 @@ class World:
         self.made.append(job)
         return job
 
+    async def vouch_for_nodes(self) -> None:
+        """Release every node, so that what rounds did to it is not held against it in the next one."""
+        fleet = self.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}")
+        message = {"because": "the round is over", "by": "chaos"}
+        with contextlib.suppress(RPCError):  # no fleet runs yet
+            for name in self.names:
+                await fleet.signal("release", {"node": name, **message})
+            await fleet.signal("resume", message)
+
     async def tidy(self, job: Job) -> None:
         """Make the nodes as good as new, whatever became of the job."""
         for disk in self.disks_of.values():
@@ -472,6 +482,7 @@ class World:
             self.places.reboot(name)
             for what in ("jobs", "failpoints"):
                 shutil.rmtree(self.node(name) / what, ignore_errors=True)
+        await self.vouch_for_nodes()
 
 
 def chaos_policy(times: Mapping[str, str] | None = None, **changes: Any) -> Policy:

@@ -22,7 +22,8 @@ from activities.fleet import FLEET_ID_PREFIX
 from backends.local_power import signal_all
 from console import jobs
 from tests.backends.sshd import Sshd
-from tests.chaos import clocks
+from tests.chaos import clocks, disks
+from tests.chaos.rival import Rival
 from tests.chaos.world import FLEET, chaos_policy
 from tests.fence.hosts import PYTHON, Host
 from tests.fence.world import FenceJob, FenceWorld, Generation
@@ -128,6 +129,10 @@ def find_no_compiler() -> str | None:
     return None if shutil.which("gcc") else "gcc is missing"
 
 
+def find_no_tmpfiles() -> str | None:
+    return None if shutil.which("systemd-tmpfiles") else "systemd-tmpfiles is missing"
+
+
 # --- networks
 
 
@@ -226,7 +231,7 @@ async def machine_id(attempt: Attempt) -> None:
     await attempt.await_end(victim, 10.0)
 
 
-@attack()
+@attack(can_share=False)
 async def address(attempt: Attempt) -> None:
     """The fleet file gives a node the address of another host, as after a renumbering, and is applied."""
     job = await attempt.run(times=SLOW_FENCE)
@@ -242,7 +247,7 @@ async def address(attempt: Attempt) -> None:
     await attempt.await_end(victim, 10.0)
 
 
-@attack()
+@attack(can_share=False)
 async def user(attempt: Attempt) -> None:
     """The fleet file names another user, whose agents keep their state elsewhere."""
     job = await attempt.run(times=SLOW_FENCE)
@@ -321,6 +326,40 @@ def _delete(folder: Path) -> None:
             return
 
 
+@attack(obstacle=find_no_tmpfiles)
+async def tmpfiles(attempt: Attempt) -> None:
+    """systemd-tmpfiles removes from /var/tmp what was not used for 3 s (Fedora and RHEL: for 30 days)."""
+    job = await attempt.run(times=SLOW_FENCE)
+    victim = job.hosts()[-1]
+    await attempt.sleep(6.0)
+    config = victim.folder / "tmpfiles.conf"
+    config.write_text("q /var/tmp 1777 root root 3s\n")
+    victim.run("systemd-tmpfiles", "--clean", str(config))
+    if attempt.random.random() < 0.5:
+        victim.signal_kind("session", signal.SIGKILL)
+    job.fail(0)
+    await attempt.await_newer(patience=30.0)
+    await attempt.await_end(victim, 10.0)
+
+
+@attack(obstacle=disks.find_obstacle, can_share=False, has_disks=True)
+async def disk_frozen(attempt: Attempt) -> None:
+    """The disk of a node takes no writes any more, and the node is cut off."""
+    job = await attempt.run(times={"fence_after": "6s"})
+    victim = job.hosts()[-1]
+    (job.folder / "quiet").touch()  # else the ranks wait for the disk, too, and nothing can end them
+    await attempt.sleep(0.5)
+    assert victim.disk is not None
+    victim.disk.freeze()
+    try:
+        attempt.world.network.isolate(victim.name)
+        job.fail(0)
+        await attempt.await_newer(victim)
+        await attempt.await_end(victim, 15.0)
+    finally:
+        victim.disk.thaw()
+
+
 # --- times of one generation, judged by those of another
 
 
@@ -350,7 +389,7 @@ async def fleet_terminated(attempt: Attempt) -> None:
 
 
 async def _resubmit(attempt: Attempt, with_fleet: bool) -> None:
-    times = {"lease": "6s", "fence_after": "20s"}
+    times = {"lease": "8s", "fence_after": "30s"}
     job = await attempt.run(times=times)
     victim, world = job.hosts()[-1], attempt.world
     world.network.isolate(victim.name)
@@ -361,6 +400,24 @@ async def _resubmit(attempt: Attempt, with_fleet: bool) -> None:
     attempt.job = await world.submit_ranks(name=job.name, times=times if with_fleet else None)
     await attempt.await_newer(victim)
     await attempt.await_end(victim)
+
+
+# --- another server
+
+
+@attack(can_share=False)
+async def two_servers(attempt: Attempt) -> None:
+    """Another server's worker launches a job of the same names on the same nodes; then a rank of ours fails."""
+    job = await attempt.run(times=SLOW_FENCE)
+    rival = Rival(attempt.world)
+    await rival.start()
+    await rival.submit(job.name, len(job.nodes()))
+    attempt.note(f"the other server's job is {await rival.await_launch(job.name)}")
+    lived = [len(job.ranks_on(host)) for host in job.hosts()]
+    attempt.note(f"ranks by host: {lived}; ours: {await attempt.explain()}")
+    job.fail(0)
+    await attempt.await_newer(patience=30.0)
+    attempt.note(f"ours: {await attempt.explain()}")
 
 
 # --- processes that stand still

@@ -24,6 +24,7 @@ from backends import local_power
 from connection import process_started
 from tests.backends.netns import Network, run_in_network
 from tests.backends.sshd import MISSING, SSHD, Sshd, make_key
+from tests.chaos.disks import Disk
 from tests.fence import switch
 
 HERE = Path(__file__).parent
@@ -89,8 +90,16 @@ class Host(Sshd):
     Its agents keep their state where agents do by default.
     """
 
-    def __init__(self, folder: Path, name: str, number: int, key: Path) -> None:
+    def __init__(self, folder: Path, name: str, number: int, key: Path, has_disk: bool = False) -> None:
+        """`has_disk`: its folders are on a disk of its own."""
         super().__init__(folder, "127.0.0.1", key)
+        self.disk: Disk | None = None
+        self._folders = folder
+        if has_disk:
+            self._folders = folder / "disk"
+            self._folders.mkdir()
+            self.disk = Disk(folder / "image", self._folders)
+            self._folders.chmod(0o755)
         self.name, self.number = name, number
         self.address, self.port = f"{NETWORK}.{number}", 22
         for variable in ("RELAUNCH_AGENT_STATE", "HOME"):
@@ -111,7 +120,7 @@ class Host(Sshd):
             binds.append((self.folder / name, f"/etc/{name}"))
         for user, (uid, home) in USERS.items():
             if home.startswith("/home/"):
-                place = self.folder / "home" / user
+                place = self._folders / "home" / user
                 place.mkdir(mode=0o700)
                 os.chown(place, uid, uid)
         given = {"name": self.name, "binds": [(str(source), target) for source, target in binds]}
@@ -129,7 +138,7 @@ class Host(Sshd):
         self.within = ("nsenter", "-t", str(self.pid), "-F", "-n", "-m", "-p", "-u", "-i", "--")
 
     def _private(self, target: str) -> Path:
-        place = self.folder / target.strip("/").replace("/", "_")
+        place = self._folders / target.strip("/").replace("/", "_")
         place.mkdir(exist_ok=True)
         place.chmod(0o1777 if target == "/var/tmp" else 0o755)
         return place
@@ -220,9 +229,13 @@ class Host(Sshd):
         return subprocess.run([*self.within, *words], capture_output=True, text=True, check=True)
 
     def close(self) -> None:
+        if self.disk is not None:
+            self.disk.thaw()  # what writes to it cannot be killed before
         self.kill_processes()
         self.init.kill()  # its child, process 1 of the host, dies with it
         self.init.wait()
+        if self.disk is not None:
+            self.disk.close()
 
 
 def kind_of(pid: int) -> str | None:
@@ -296,7 +309,7 @@ class SwitchedNetwork(Network):
     controllers, and those between a host and the others.
     """
 
-    def __init__(self, folder: Path, names: Iterable[str], key: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, names: Iterable[str], key: Path, seed: int = 0, has_disks: bool = False) -> None:
         self.machines: list[Controller] = []
         self.hosts: dict[str, Host] = {}
         self._switch: subprocess.Popen[bytes] | None = None
@@ -304,7 +317,7 @@ class SwitchedNetwork(Network):
         try:
             self.machines = [Controller(f"c{number}", number) for number in (1, 2)]
             for number, name in enumerate(names, FIRST_HOST):
-                self.hosts[name] = Host(folder / "hosts" / name, name, number, key)
+                self.hosts[name] = Host(folder / "hosts" / name, name, number, key, has_disks)
             self.controllers = [one.name for one in self.machines]
             self.nodes = list(self.hosts)
             self._plug_all(seed)

@@ -34,13 +34,15 @@ Generation = tuple[int, int]
 class SwitchedPlaces(SshPlaces):
     network: SwitchedNetwork
 
-    def __init__(self, folder: Path, addresses: dict[str, str], user: str, variables: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self, folder: Path, addresses: dict[str, str], user: str, variables: Mapping[str, Mapping[str, str]], has_disks: bool
+    ) -> None:
         """`variables`: of the environment of everything on a node, by the node's name."""
-        self._user = user
+        self._user, self._has_disks = user, has_disks
         super().__init__(folder, addresses, apart=True, variables=variables)
 
     def _make_network(self, folder: Path, addresses: dict[str, str]) -> Network:
-        return SwitchedNetwork(folder, addresses, self.key)
+        return SwitchedNetwork(folder, addresses, self.key, has_disks=self._has_disks)
 
     def _host(self, folder: Path, name: str, address: str) -> Host:
         host = self.network.hosts[name]
@@ -218,15 +220,18 @@ def parse_token(token: str) -> Generation:
 class FenceWorld(World):
     backend: str = "ssh"
     answer_within: float = 2.0
+    repairs: str = "observe"
     python: str = PYTHON
     user: str = "root"
     """Who logs in to the nodes."""
+    has_disks: bool = False
+    """Whether the folders of each host are on a disk of its own."""
     woken: dict[str, list[int]] = field(default_factory=dict)
     """When hosts that were paused went on, by name: nanoseconds of CLOCK_MONOTONIC_RAW."""
 
     def _places(self, addresses: dict[str, str]) -> Places:
         variables = {name: clocks.variables for name, clocks in self.clocks_of.items()}
-        return SwitchedPlaces(self.folder, addresses, self.user, variables)
+        return SwitchedPlaces(self.folder, addresses, self.user, variables, self.has_disks)
 
     async def __aenter__(self) -> FenceWorld:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -271,6 +276,7 @@ class FenceWorld(World):
             self.places.reboot(name)
             for state in self.network.hosts[name].states():
                 shutil.rmtree(state / "jobs", ignore_errors=True)
+        await self.vouch_for_nodes()
 
     async def submit_ranks(
         self, times: Mapping[str, str] | None = None, rank: Iterable[str] = (), policy: Policy | None = None, **spec: Any
