@@ -182,7 +182,7 @@ class Host(Sshd):
 
     def freeze(self) -> None:
         """Stop everything on the host, as a paused virtual machine is: by the kernel where that is possible."""
-        self._freezer = Freezer(f"relaunch-{os.getpid()}-{self.name}") if Freezer.is_available() else None
+        self._freezer = Freezer(f"relaunch-{uuid.uuid4().hex[:12]}") if Freezer.is_available() else None
         if self._freezer is not None:
             self._freezer.freeze(self._everything)
             return
