@@ -67,7 +67,7 @@ class Rival:
         self._jobs.append(name)
         return folder
 
-    async def await_launch(self, name: str) -> str:
+    async def await_launch(self, name: str, patience: float = LAUNCH_TIMEOUT_S) -> str:
         """Wait until its job has had the time to be launched, or runs; return its phase."""
         client, phase = self.client, "unknown"
         assert client is not None
@@ -79,7 +79,7 @@ class Rival:
             return phase not in ("None", "QUEUED", "LAUNCHING")
 
         with contextlib.suppress(AssertionError):
-            await eventually(launched, f"the rival's {name} is not launched", LAUNCH_TIMEOUT_S)
+            await eventually(launched, f"the rival's {name} is not launched", patience)
         return phase
 
     async def withdraw(self) -> None:

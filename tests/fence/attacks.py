@@ -44,6 +44,8 @@ class Attempt:
     job: FenceJob | None = None
     before: Generation = (0, 0)
     """The newest generation when the harm was done."""
+    faults: list[str] = field(default_factory=list)
+    """What must not happen and shows in no stamp, a sentence each."""
     has_launched: bool = False
     """Whether a newer generation was launched afterwards."""
     has_ended_first: bool = False
@@ -412,9 +414,12 @@ async def two_servers(attempt: Attempt) -> None:
     rival = Rival(attempt.world)
     await rival.start()
     await rival.submit(job.name, len(job.nodes()))
-    attempt.note(f"the other server's job is {await rival.await_launch(job.name)}")
-    lived = [len(job.ranks_on(host)) for host in job.hosts()]
-    attempt.note(f"ranks by host: {lived}; ours: {await attempt.explain()}")
+    attempt.note(f"the other server's job is {await rival.await_launch(job.name, 45.0)}")
+    after = await attempt.explain()
+    attempt.note(f"ours: {after}")
+    if max(job.first_starts()) != attempt.before or "submission" in after:
+        attempt.faults.append(f"the other server's launch stopped ours: {after}")
+        return
     job.fail(0)
     await attempt.await_newer(patience=30.0)
     attempt.note(f"ours: {await attempt.explain()}")

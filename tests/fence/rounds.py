@@ -32,7 +32,7 @@ class Result:
     round: int
     seed: int
     outcome: str
-    """`overlap`; `held`: a newer generation was launched and none was beside it, or the older ranks ended first;
+    """`overlap`, or another fault; `held`: a newer generation was launched and none was beside it, or the older ranks ended first;
     `no launch`: neither, in the time that there was; `not staged`: the harm could not be done in time."""
     overlaps: tuple[str, ...]
     seconds: float
@@ -86,7 +86,7 @@ async def play(world: FenceWorld, attack: Attack, number: int, seed: int) -> tup
     except (AssertionError, TimeoutError, RPCError, Mistake, OSError, ValueError) as error:
         attempt.note(f"stopped: {error!r}\n{traceback.format_exc()}")
         outcome = "" if attempt.has_launched or attempt.has_ended_first else "not staged"
-    overlaps = tuple(attempt.job.overlaps()) if attempt.job is not None else ()
+    overlaps = (*(attempt.job.overlaps() if attempt.job is not None else ()), *attempt.faults)
     outcome = "overlap" if overlaps else outcome or ("held" if attempt.has_launched or attempt.has_ended_first else "no launch")
     seconds = time.monotonic() - attempt.began
     return Result(attack.name, number, seed, outcome, overlaps, round(seconds, 1), tuple(attempt.log)), attempt
