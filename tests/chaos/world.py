@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from activities.fleet import FLEET_ID_PREFIX
 from connection import connect, ensure_namespace, process_started
 from console import jobs
 from console.jobs import Look
@@ -451,6 +450,9 @@ class World:
 
     async def vouch_for_nodes(self) -> None:
         """Release every node, so that what rounds did to it is not held against it in the next one."""
+        # Here and not above: only rounds need it.
+        from activities.fleet import FLEET_ID_PREFIX
+
         fleet = self.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}")
         message = {"because": "the round is over", "by": "chaos"}
         with contextlib.suppress(RPCError):  # no fleet runs yet
