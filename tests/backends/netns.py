@@ -32,7 +32,7 @@ def ip(*words: str) -> None:
 
 
 def run_in_network(namespace: Path, call: Callable[[], T]) -> T:
-    """Call where the network is that of `namespace`: in a thread, which has one of its own, and so have those that it starts."""
+    """Call where the network is that of `namespace`: in a thread, whose network is separate, and that of those it starts."""
     done: Future[T] = Future()
 
     def enter() -> None:

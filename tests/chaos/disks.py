@@ -1,4 +1,4 @@
-"""Disks of nodes that fill up, hang and lose everything: file systems of their own, in files (root, loop devices)."""
+"""Disks of nodes that fill up, hang and lose everything: separate file systems, in files (root, loop devices)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 SIZE_MB = 32
 TOOLS = ("mkfs.ext4", "mount", "umount", "fsfreeze")
 KEPT = ("boot_id", "cut", "failpoints")
-"""Files of a state folder that make a fault or a machine of their own out of it: a real node has none of them."""
+"""Files by which nodes on one machine are separate machines, and faults: real nodes have none of them."""
 
 
 def find_obstacle() -> str | None:
-    """Return why a node cannot have a disk of its own here; None: it can."""
+    """Return why nodes cannot have separate disks here; None: they can."""
     if missing := [name for name in TOOLS if shutil.which(name) is None]:
         return f"a disk for each node needs {', '.join(missing)}"
     if os.geteuid() != 0 or not os.path.exists("/dev/loop-control"):

@@ -44,7 +44,15 @@ Undo = Callable[[], Awaitable[None]]
 ON_DISKS = ("disk full", "disk frozen", "disk emptied")
 ON_CLOCKS = ("clock node", "clock controller")
 STOPPED = ("stop keeper", "stop supervisor", "stop session", "stop node")
-DISTURBANCES = (*STOPPED, *ON_DISKS, *ON_CLOCKS, "policy change", "flapping link", "two servers", "swapped addresses")
+DISTURBANCES = (
+    *STOPPED,
+    *ON_DISKS,
+    *ON_CLOCKS,
+    "policy change",
+    "flapping link",
+    "two servers",
+    "swapped addresses",
+)
 ONLY_SSH = ("clock node", "swapped addresses")
 MAX_FROZEN_S = 6.0
 """Shorter than a node needs to be lost and fenced (9.5 s): a rank in a write that hangs cannot be killed, and holds its lock."""
@@ -86,7 +94,7 @@ async def _stop(round: Round, node: str) -> Undo:
         return _find(round, kind, node)
 
     with contextlib.suppress(AssertionError):  # it may have ended already, or not have begun
-        await eventually(found, f"there is no {kind} on {node}", 3.0, 0.005)
+        await eventually(found, f"no {kind} lives on {node}", 3.0, 0.005)
     stopped: set[int] = set()
     while new := set(_find(round, kind, node)) - stopped:
         signal_all(new, signal.SIGSTOP)

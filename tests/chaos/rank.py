@@ -58,7 +58,7 @@ def stamp() -> int:
 
 
 def write_on(path: Path, interval: float) -> None:
-    """Append a stamped line every `interval` seconds until the process ends, from a thread of its own.
+    """Append a stamped line every `interval` seconds from another thread, until the process ends.
 
     This is what an asynchronous checkpoint writer does: it goes on while the ranks wait for each other.
     """
@@ -105,7 +105,7 @@ class Gang:
     """All ranks, one number each, every step: nobody advances without the others."""
 
     def __init__(self, stand_still: bool = False) -> None:
-        """`stand_still`: wait for ever for a peer that is gone, as a collective does."""
+        """`stand_still`: wait without end for a peer that is gone, as a collective does."""
         self._stand_still = stand_still
         where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self.files = []
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--target", type=int, default=10**9)
     parser.add_argument("--step-time", type=float, default=0.05)
     parser.add_argument("--stubborn", action="store_true", help="only SIGKILL ends it")
-    parser.add_argument("--stand-still", action="store_true", help="wait for ever for a lost peer")
+    parser.add_argument("--stand-still", action="store_true", help="wait without end for a lost peer")
     parser.add_argument("--write-on", type=float, metavar="SECONDS", help="interval of `writes`")
     arguments = parser.parse_args()
     folder = arguments.folder

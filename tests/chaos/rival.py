@@ -1,4 +1,4 @@
-"""A second server with a worker of its own, with the same namespace, names and nodes as a world's."""
+"""A second server with a second worker, and with the same namespace, names and nodes as a world's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from console import jobs
 from console.service import HOST, SERVER_OPTIONS, find_server
 from console.submission import PHASE, submit
 from recovery.spec import JobSpec
-from tests.chaos.world import FLEET, QUEUE, RANK_PROGRAM, ROOT, Process, World, chaos_policy, eventually, free_port
+from tests.chaos.world import (
+    FLEET,
+    QUEUE,
+    RANK_PROGRAM,
+    ROOT,
+    Process,
+    World,
+    chaos_policy,
+    eventually,
+    free_port,
+)
 
 LAUNCH_TIMEOUT_S = 15.0
 
@@ -36,8 +46,22 @@ class Rival:
         state.mkdir(parents=True, mode=0o700)
         if (world.folder / "state" / "nodes").exists():  # local nodes: the same machine, so the same folders
             (state / "nodes").symlink_to(world.folder / "state" / "nodes")
-        environment = {**world.environment, "TEMPORAL_ADDRESS": f"{HOST}:{port}", "RELAUNCH_STATE": str(state)}
-        command = [str(find_server()), "server", "start-dev", "--ip", HOST, "--port", str(port), "--ui-port", str(free_port())]
+        environment = {
+            **world.environment,
+            "TEMPORAL_ADDRESS": f"{HOST}:{port}",
+            "RELAUNCH_STATE": str(state),
+        }
+        command = [
+            str(find_server()),
+            "server",
+            "start-dev",
+            "--ip",
+            HOST,
+            "--port",
+            str(port),
+            "--ui-port",
+            str(free_port()),
+        ]
         command += ["--db-filename", str(self._folder / "temporal.db"), "--log-level", "error"]
         command += [word for pair in SERVER_OPTIONS for word in pair]
         await world.places.serve(port)

@@ -271,7 +271,7 @@ class World:
     delay: float = 0.0
     """Seconds by which each byte between the controller and nodes of the backend `ssh` is late."""
     disks: bool = False
-    """Whether each node's state folder is on a disk of its own."""
+    """Whether each node's state folder is on a separate disk."""
     clocks: bool = False
     """Whether the clocks of the worker and of nodes of the backend `ssh` can be stepped."""
     clocks_of: dict[str, Clocks] = field(default_factory=dict)

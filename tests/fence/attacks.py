@@ -113,7 +113,12 @@ ATTACKS: dict[str, Attack] = {}
 
 
 def attack(
-    *, nodes: int = 2, spares: int = 1, can_share: bool = True, obstacle: Callable[[], str | None] = lambda: None, **world: Any
+    *,
+    nodes: int = 2,
+    spares: int = 1,
+    can_share: bool = True,
+    obstacle: Callable[[], str | None] = lambda: None,
+    **world: Any,
 ) -> Callable[[Play], Play]:
     """Register an attack under the name of its function."""
 
@@ -554,7 +559,7 @@ async def sshd_killed_in_stop(attempt: Attempt) -> None:
 
 @attack(obstacle=find_no_compiler, can_share=False, user="train")
 async def stray_of_root(attempt: Attempt) -> None:
-    """A rank has started, by sudo, a process of root in a session of its own; another rank fails."""
+    """A rank has started, by sudo, a process of root in another session; another rank fails."""
     await _leave_stray(attempt, "root")
 
 
@@ -566,7 +571,7 @@ async def root_in_group(attempt: Attempt) -> None:
 
 @attack()
 async def stray(attempt: Attempt) -> None:
-    """A rank has left a process in a session of its own, which ignores SIGTERM; another rank fails."""
+    """A rank has left a process in another session, which ignores SIGTERM; another rank fails."""
     await _leave_stray(attempt, "session")
 
 
@@ -604,7 +609,7 @@ async def _leave_stray(attempt: Attempt, kind: str) -> None:
 
 
 def _compile_sudo(folder: Path) -> None:
-    """Make a program that executes its arguments as root, whoever calls it."""
+    """Make a program that executes its arguments as root, for every caller."""
     source = folder / "sudo.c"
     source.write_text(
         "#include <unistd.h>\n"

@@ -1,4 +1,4 @@
-"""Hosts on one kernel: each has network, mounts, processes, name and IPC of its own, and an sshd.
+"""Hosts on one kernel: each has a separate network, mounts, processes, name and IPC, and an sshd.
 
 They are plugged into a switch in user space (`switch.py`). Nothing of the machine's own network, mounts or
 folders is touched. Needs root with CAP_SYS_ADMIN, /dev/net/tun, util-linux, iproute2 and an OpenSSH server.
@@ -63,12 +63,19 @@ def find_obstacle() -> str | None:
 
 
 class Controller:
-    """A machine with a network of its own and nothing else: workers run on it."""
+    """A machine of which only the network is separate: workers run on it."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.process = subprocess.Popen(
-            [*DIES_WITH_PARENT, "unshare", "--net", "sh", "-c", "ip link set lo up; echo up; exec sleep infinity"],
+            [
+                *DIES_WITH_PARENT,
+                "unshare",
+                "--net",
+                "sh",
+                "-c",
+                "ip link set lo up; echo up; exec sleep infinity",
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
@@ -85,13 +92,13 @@ class Controller:
 
 
 class Host(Sshd):
-    """One node: an sshd in namespaces, on a machine id, accounts and folders of its own.
+    """One node: an sshd in namespaces, with its own machine id, accounts and folders.
 
     Its agents keep their state where agents do by default.
     """
 
     def __init__(self, folder: Path, name: str, number: int, key: Path, has_disk: bool = False) -> None:
-        """`has_disk`: its folders are on a disk of its own."""
+        """`has_disk`: its folders are on a separate disk."""
         super().__init__(folder, "127.0.0.1", key)
         self.disk: Disk | None = None
         self._folders = folder
@@ -124,7 +131,16 @@ class Host(Sshd):
                 place.mkdir(mode=0o700)
                 os.chown(place, uid, uid)
         given = {"name": self.name, "binds": [(str(source), target) for source, target in binds]}
-        namespaces = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"]
+        namespaces = [
+            "unshare",
+            "--net",
+            "--mount",
+            "--pid",
+            "--uts",
+            "--ipc",
+            "--fork",
+            "--kill-child",
+        ]
         self.init = subprocess.Popen(
             [*DIES_WITH_PARENT, *namespaces, PYTHON, str(HERE / "host_init.py"), json.dumps(given)],
             stdin=subprocess.DEVNULL,
@@ -329,8 +345,11 @@ class SwitchedNetwork(Network):
         everything: list[Controller | Host] = [*self.machines, *self.hosts.values()]
         handles = {one.name: self._run_at(one.name, lambda: switch.open_tap("net0")) for one in everything}
         for one in everything:
-            lines = [f"link set net0 address {_mac(one)} up", f"addr add {_address(one)}/24 dev net0"]
-            # Known for ever: who is cut off from all loses packets, and does not hear that nothing is there.
+            lines = [
+                f"link set net0 address {_mac(one)} up",
+                f"addr add {_address(one)}/24 dev net0",
+            ]
+            # Known in advance: a host that is cut off loses packets, and hears of no missing neighbour.
             lines += [f"neigh replace {_address(o)} lladdr {_mac(o)} nud permanent dev net0" for o in everything if o != one]
             words = ["nsenter", "-t", str(one.pid), "-n", "ip", "-batch", "-"]
             subprocess.run(words, input="\n".join(lines) + "\n", text=True, check=True)
@@ -400,16 +419,49 @@ class SwitchedNetwork(Network):
     def answer_for(self, host: str, other: str) -> None:
         """Have the controllers reach `other` at the address of `host`."""
         mine, its = self.hosts[host], self.hosts[other]
-        words = ["nsenter", "-t", str(its.pid), "-n", "ip", "addr", "add", f"{mine.address}/32", "dev", "net0"]
+        words = [
+            "nsenter",
+            "-t",
+            str(its.pid),
+            "-n",
+            "ip",
+            "addr",
+            "add",
+            f"{mine.address}/32",
+            "dev",
+            "net0",
+        ]
         subprocess.run(words, check=host != other, capture_output=True)
         for controller in self.machines:
-            words = ["nsenter", "-t", str(controller.pid), "-n", "ip", "neigh", "replace", mine.address, "lladdr", _mac(its)]
+            words = [
+                "nsenter",
+                "-t",
+                str(controller.pid),
+                "-n",
+                "ip",
+                "neigh",
+                "replace",
+                mine.address,
+                "lladdr",
+                _mac(its),
+            ]
             subprocess.run([*words, "nud", "permanent", "dev", "net0"], check=True)
 
     def answer_for_itself(self, host: str, other: str) -> None:
         """Undo `answer_for`."""
         mine, its = self.hosts[host], self.hosts[other]
-        words = ["nsenter", "-t", str(its.pid), "-n", "ip", "addr", "del", f"{mine.address}/32", "dev", "net0"]
+        words = [
+            "nsenter",
+            "-t",
+            str(its.pid),
+            "-n",
+            "ip",
+            "addr",
+            "del",
+            f"{mine.address}/32",
+            "dev",
+            "net0",
+        ]
         subprocess.run(words, check=True)
         self.answer_for(host, host)
 
@@ -432,4 +484,13 @@ def _address(one: Controller | Host) -> str:
     return f"{NETWORK}.{one.number}"
 
 
-__all__ = ["PYTHON", "Controller", "Freezer", "Host", "SwitchedNetwork", "find_obstacle", "kind_of", "make_key"]
+__all__ = [
+    "PYTHON",
+    "Controller",
+    "Freezer",
+    "Host",
+    "SwitchedNetwork",
+    "find_obstacle",
+    "kind_of",
+    "make_key",
+]

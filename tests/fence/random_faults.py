@@ -64,7 +64,21 @@ def _do_harm(attempt: Attempt, victim: Host) -> list[Callable[[], None]]:
     assert attempt.job is not None
     order, network, job = attempt.random, attempt.world.network, attempt.job
     others = [*network.controllers, *(name for name in job.nodes() if name != victim.name)]
-    what = order.choice(("isolate", "controller", "peers", "pair", "pair", "loss", "delay", "stop", "stop", "pause", "kill"))
+    what = order.choice(
+        (
+            "isolate",
+            "controller",
+            "peers",
+            "pair",
+            "pair",
+            "loss",
+            "delay",
+            "stop",
+            "stop",
+            "pause",
+            "kill",
+        )
+    )
     if what == "stop":
         kind = order.choice(("keeper", "supervisor", "session", "sshd"))
         pids = victim.servers() if kind == "sshd" else victim.find(kind)

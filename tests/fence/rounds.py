@@ -22,7 +22,14 @@ from tests.fence.attacks import ATTACKS, Attack, Attempt
 from tests.fence.world import FenceWorld
 
 MAX_ROUND_S = 300.0
-RANDOM = Attack(random_faults.NAME, random_faults.play, (random_faults.__doc__ or "").strip(), random_faults.WORLD, True, lambda: None)
+RANDOM = Attack(
+    random_faults.NAME,
+    random_faults.play,
+    (random_faults.__doc__ or "").strip(),
+    random_faults.WORLD,
+    True,
+    lambda: None,
+)
 ALL = {**ATTACKS, RANDOM.name: RANDOM}
 
 
@@ -121,7 +128,10 @@ class Stage:
             self.number += 1
             place = self.folder / f"world-{self.number}"
             shutil.rmtree(place, ignore_errors=True)
-            self.world, self.needs = await FenceWorld(place, **attack.world).__aenter__(), attack.world
+            self.world, self.needs = (
+                await FenceWorld(place, **attack.world).__aenter__(),
+                attack.world,
+            )
         return self.world
 
     async def leave(self) -> None:

@@ -2,9 +2,9 @@
 
     stray.py KIND SUDO FOLDER
 
-KIND  session      in a session of its own, with the rank's environment
-      clean        in a session of its own, with an empty environment
-      root         in a session of its own, as root
+KIND  session      in another session, with the rank's environment
+      clean        in another session, with an empty environment
+      root         in another session, as root
       root-group   in the rank's process group, as root
       shell        nothing is left behind: the rank is a child of a shell, which its keeper started
 SUDO  a program that executes its arguments as root

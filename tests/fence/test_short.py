@@ -14,7 +14,7 @@ from tests.fence.rounds import Record, Result, play
 from tests.fence.world import NANOSECONDS, FenceJob, FenceWorld
 
 CHOICE = ("policy-changed", "keeper-stopped", "jobs-deleted", "machine-id")
-"""Attacks on nodes of their own, whose harm is done within seconds."""
+"""Attacks that each need two nodes, and do their harm within seconds."""
 SEED = 20261122
 
 
@@ -34,7 +34,14 @@ async def test_no_attack_of_the_choice_leaves_two_generations_alive(tmp_path: Pa
 def write_job(folder: Path, starts: dict[int, float], writes: list[tuple[int, float]]) -> FenceJob:
     """Write what ranks of generations would have: when the first one started, and when they wrote."""
     lines = [
-        json.dumps({"token": f"default/j/7/{generation}", "rank": 0, "node": f"n{generation}", "raw": int(at * NANOSECONDS)})
+        json.dumps(
+            {
+                "token": f"default/j/7/{generation}",
+                "rank": 0,
+                "node": f"n{generation}",
+                "raw": int(at * NANOSECONDS),
+            }
+        )
         for generation, at in starts.items()
     ]
     (folder / "starts").write_text("".join(f"{line}\n" for line in lines))

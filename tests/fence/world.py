@@ -35,7 +35,12 @@ class SwitchedPlaces(SshPlaces):
     network: SwitchedNetwork
 
     def __init__(
-        self, folder: Path, addresses: dict[str, str], user: str, variables: Mapping[str, Mapping[str, str]], has_disks: bool
+        self,
+        folder: Path,
+        addresses: dict[str, str],
+        user: str,
+        variables: Mapping[str, Mapping[str, str]],
+        has_disks: bool,
     ) -> None:
         """`variables`: of the environment of everything on a node, by the node's name."""
         self._user, self._has_disks = user, has_disks
@@ -225,7 +230,7 @@ class FenceWorld(World):
     user: str = "root"
     """Who logs in to the nodes."""
     has_disks: bool = False
-    """Whether the folders of each host are on a disk of its own."""
+    """Whether the folders of each host are on a separate disk."""
     woken: dict[str, list[int]] = field(default_factory=dict)
     """When hosts that were paused went on, by name: nanoseconds of CLOCK_MONOTONIC_RAW."""
 
@@ -279,7 +284,11 @@ class FenceWorld(World):
         await self.vouch_for_nodes()
 
     async def submit_ranks(
-        self, times: Mapping[str, str] | None = None, rank: Iterable[str] = (), policy: Policy | None = None, **spec: Any
+        self,
+        times: Mapping[str, str] | None = None,
+        rank: Iterable[str] = (),
+        policy: Policy | None = None,
+        **spec: Any,
     ) -> FenceJob:
         """Submit ranks that write on beside training, and stand still when a peer is gone."""
         words = ("--stand-still", "--write-on", str(WRITE_INTERVAL_S), *rank)
