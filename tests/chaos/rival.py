@@ -92,7 +92,7 @@ class Rival:
         return folder
 
     async def await_launch(self, name: str, patience: float = LAUNCH_TIMEOUT_S) -> str:
-        """Wait until its job has had the time to be launched, or runs; return its phase."""
+        """Wait until its job has had the time to be launched, or runs; return its phase, and why it is in it."""
         client, phase = self.client, "unknown"
         assert client is not None
 
@@ -104,7 +104,8 @@ class Rival:
 
         with contextlib.suppress(AssertionError):
             await eventually(launched, f"the rival's {name} is not launched", patience)
-        return phase
+        state = (await jobs.look(client, name)).state
+        return phase if state is None else f"{phase} ({state.because})"
 
     async def withdraw(self) -> None:
         """Cancel its jobs, and wait until they have ended."""
