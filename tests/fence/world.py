@@ -255,8 +255,8 @@ class FenceWorld(World):
         host.freeze()
 
     def resume(self, host: Host) -> None:
-        host.thaw()
         self.woken[host.name].append(time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW))
+        host.thaw()
 
     def has_just_woken(self, host: str, at: int) -> bool:
         return any(at - woken < WAKING_S * NANOSECONDS for woken in self.woken.get(host, ()) if at > woken)
