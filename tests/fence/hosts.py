@@ -77,6 +77,7 @@ class Controller:
                 "ip link set lo up; echo up; exec sleep infinity",
             ],
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interruption is for us: we end it when all else has ended
             stdout=subprocess.PIPE,
         )
         _await_up(self.process, name)
@@ -144,6 +145,7 @@ class Host(Sshd):
         self.init = subprocess.Popen(
             [*DIES_WITH_PARENT, *namespaces, PYTHON, str(HERE / "host_init.py"), json.dumps(given)],
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interruption is for us: we end it when all else has ended
             stdout=subprocess.PIPE,
         )
         _await_up(self.init, self.name)
@@ -360,6 +362,7 @@ class SwitchedNetwork(Network):
             [*DIES_WITH_PARENT, PYTHON, "-S", str(HERE / "switch.py"), json.dumps(given)],
             pass_fds=[*handles.values(), theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interruption is for us: we end it when all else has ended
         )
         theirs.close()
         for handle in handles.values():

@@ -91,6 +91,9 @@ async def play(world: FenceWorld, attack: Attack, number: int, seed: int) -> tup
         async with asyncio.timeout(MAX_ROUND_S):
             await attack.play(attempt)
     except (AssertionError, TimeoutError, RPCError, Mistake, OSError, ValueError) as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError from error  # the run was interrupted: the round does not count
         attempt.note(f"stopped: {error!r}\n{traceback.format_exc()}")
         outcome = "" if attempt.has_launched or attempt.has_ended_first else "not staged"
     overlaps = (*(attempt.job.overlaps() if attempt.job is not None else ()), *attempt.faults)
