@@ -34,8 +34,13 @@ ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
 async def end_by_signal(program: Coroutine[Any, Any, int]) -> int:
     """Run a program that leaves no process and no mount behind when it is interrupted (SIGINT, SIGTERM)."""
     task, loop = asyncio.ensure_future(program), asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if not task.cancelling():  # a second signal would interrupt the tidying up
+            task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, interrupt)
     try:
         return await task
     except asyncio.CancelledError:
