@@ -24,8 +24,9 @@ from tests.fence.hosts import PYTHON, Host, SwitchedNetwork
 WRITE_INTERVAL_S = 0.02
 NANOSECONDS = 1e9
 
-WAKING_S = 2.0
-"""Seconds after a pause of a whole host in which its ranks may still write: until its keeper runs."""
+WAKING_S = 5.0
+"""Seconds after a pause of a whole host in which its ranks may still write: until its keeper runs, has
+compared its clock with its peers' (every 2 s where they are leased) and has killed them, on a busy machine."""
 
 Generation = tuple[int, int]
 """Submission and generation, as in a token: the later one is the greater."""
