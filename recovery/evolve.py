@@ -39,7 +39,7 @@ from recovery.events import (
 )
 from recovery.evidence import Verdict
 from recovery.fencing import may_leave_lost_behind
-from recovery.incidents import close_incident, open_incident, pass_step, progressed, record_decision
+from recovery.incidents import add_unhealthy_nodes, close_incident, open_incident, pass_step, progressed, record_decision, withdraw_loss
 from recovery.leaving import clock, may_answer_leave, wanted
 from recovery.model import (
     Ask,
@@ -67,6 +67,8 @@ from recovery.policy import KEPT_TRIES, Policy
 from recovery.spec import duration
 
 KEPT_NOTICES = 5
+NAMED_VERDICTS = 4
+"""Verdicts that the reason of an incident's fault names."""
 
 
 def absorb(job: JobState, event: Event, now: datetime) -> JobState:
@@ -83,7 +85,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             incident = replace(job.incident, stopped=event.stopped_at, launched=event.started_at) if job.incident else None
             return replace(job, maybe_alive=nodes, lost=(), launched_at=event.started_at, incident=incident)
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
-            return replace(job, recovering=replace(job.recovering, examined=event.examined))
+            return _absorb_examination(job, job.recovering, event, now)
         case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
             late = f"no answer within {duration(job.policy.timeouts.examination)}"
             nodes = job.recovering.fault.nodes or tuple(slot.node for slot in job.slots)
@@ -104,15 +106,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
             return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
         case NodeReturned():
-            job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
-            if (
-                job.incident is None
-                or job.owed is not None
-                or job.lost
-                or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions)
-            ):
-                return job
-            return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
+            return _absorb_return(job, event, now)
         case ProgressSeen():
             if job.progress is None or event.step > job.progress.step:
                 job = replace(job, progress=Progress(event.step, event.at))
@@ -162,6 +156,21 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return job
         case _:
             return job
+
+
+def _absorb_examination(job: JobState, recovering: Recovering, event: NodesExamined, now: datetime) -> JobState:
+    unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
+    reason = "; ".join(f"{one.node} examined: {one.verdict}, {one.because}" for one in unhealthy[:NAMED_VERDICTS])
+    job = replace(job, recovering=replace(recovering, examined=event.examined))
+    return add_unhealthy_nodes(job, recovering.fault, tuple(one.node for one in unhealthy), reason, now)
+
+
+def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
+    job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
+    job = withdraw_loss(job, event.node)
+    if job.incident is None or job.owed is not None or job.lost or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions):
+        return job
+    return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
 
 
 def _asked_to_leave(job: JobState, event: LeaveAsked) -> JobState:

@@ -13,9 +13,10 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter
 
     from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
-    from recovery.claim import as_it_is, claim, give_back
+    from recovery.causes import OWN_CAUSES
+    from recovery.claim import as_it_is, claim, give_back, suspects
     from recovery.events import Event, NodesGranted, NodesMissing, RanksFound
-    from recovery.fleet.messages import Claim, Grant, Offer, Place
+    from recovery.fleet.messages import Claim, FaultReport, Grant, Offer, Place
     from recovery.leaving import left_out
     from recovery.model import JobState, Relaunch, Slot
     from recovery.ranks import keep_places
@@ -40,6 +41,8 @@ class Claims:
         """When the job would take more, as the fleet was told last."""
         self._more = carried.more
         """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
+        self._reported = carried.reported
+        """What the fleet was told last of faults."""
         self._asks = 0
         """Numbers the times it asked for more; what is not the newest one is over."""
         self._grows = False
@@ -48,7 +51,7 @@ class Claims:
 
     @property
     def carried(self) -> ClaimsCarried:
-        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more)
+        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more, self._reported)
 
     @property
     def waits(self) -> bool:
@@ -188,23 +191,45 @@ class Claims:
         self._seq += 1
         self._answers.clear()
         job, message = self._job(), make(self._seq)
-        self.more_at = message.more_at
+        self.more_at, self._reported = message.more_at, message.suspects
+        unknown = await self._signal("claim", message, _summary(message, job.spec.fleet))
+        if unknown and self._wants is not None and message.seq == self._seq:
+            self._answers.append(Grant(job.submission, message.seq, "hopeless", because=unknown))
+
+    async def _signal(self, signal: str, message: Claim | FaultReport, summary: str) -> str:
+        """Send the fleet a signal. Returns why there is no such fleet; empty: there is."""
         try:
             await orders.unless_cancelled(
                 workflow.execute_activity_method(
                     FleetActivities.tell_fleet,
-                    TellFleetInput(job.spec.fleet, "claim", message),
+                    TellFleetInput(self._job().spec.fleet, signal, message),
                     start_to_close_timeout=timedelta(seconds=10),
                     retry_policy=KEEP_TRYING,
-                    summary=_summary(message, job.spec.fleet),
+                    summary=summary,
                 )
             )
         except ActivityError as error:
             cause = error.cause
             if not (isinstance(cause, ApplicationError) and cause.type == FLEET_UNKNOWN):
                 raise
-            if self._wants is not None and message.seq == self._seq:
-                self._answers.append(Grant(job.submission, message.seq, "hopeless", because=cause.message))
+            return cause.message
+        return ""
+
+    # --- faults
+
+    @property
+    def has_faults_to_report(self) -> bool:
+        """Faults that may be the job's own are told with its next claim: no single job's are reason enough to examine a node."""
+        new = [one for one in suspects(self._job()) if one not in self._reported]
+        return bool(self._seq) and any(one.isolate or one.cause not in OWN_CAUSES for one in new)
+
+    async def report_faults(self) -> None:
+        """Tell the fleet what is new against nodes, unless a claim has told it by now."""
+        if self.has_faults_to_report:
+            job = self._job()
+            self._reported = suspects(job)
+            report = FaultReport(job.name, job.submission, self._reported)
+            await self._signal("report_faults", report, f"report faults to fleet {job.spec.fleet}")
 
 
 def _summary(message: Claim, fleet: str) -> str:

@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
         FleetInput,
         apply_message,
         claim_fact,
+        fault_report_fact,
         pause_fact,
         quarantine_fact,
         read,
@@ -265,6 +266,10 @@ class Fleet:
     @workflow.signal(description="A job says all that it wants and all that it holds. Nobody else sends it.")
     def claim(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("claim", message, claim_fact))
+
+    @workflow.signal(description="A job reports faults of its nodes. Only jobs send it.")
+    def report_faults(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("report_faults", message, fault_report_fact))
 
     @workflow.signal(description="A repair tells that it has begun. Nobody else sends it.")
     def repair_began(self, message: Any = None, *_more: Any) -> None:

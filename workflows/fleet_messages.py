@@ -16,6 +16,7 @@ from recovery.fleet.facts import (
     Applied,
     Claimed,
     Fact,
+    FaultsReported,
     PauseAsked,
     PermitWanted,
     QuarantineAsked,
@@ -25,7 +26,7 @@ from recovery.fleet.facts import (
     RepairEnded,
     ResumeAsked,
 )
-from recovery.fleet.messages import Claim, PermitRequest
+from recovery.fleet.messages import Claim, FaultReport, PermitRequest
 from recovery.fleet.model import FleetState
 from recovery.spec import Duration, Strict, parse_name
 from workflows.messages import explain
@@ -38,6 +39,7 @@ LONGEST_REASON = 500
 Said = TypeVar("Said")
 _STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
 _CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
+_FAULT_REPORT: TypeAdapter[FaultReport] = TypeAdapter(FaultReport)
 _PERMIT_REQUEST: TypeAdapter[PermitRequest] = TypeAdapter(PermitRequest)
 _REPAIR_BEGAN: TypeAdapter[RepairBegan] = TypeAdapter(RepairBegan)
 _REPAIR_ENDED: TypeAdapter[RepairEnded] = TypeAdapter(RepairEnded)
@@ -90,6 +92,10 @@ class ReasonMessage(Strict):
 
 def claim_fact(raw: Any) -> Fact:
     return Claimed(_CLAIM.validate_python(raw))
+
+
+def fault_report_fact(raw: Any) -> Fact:
+    return FaultsReported(_FAULT_REPORT.validate_python(raw))
 
 
 def repair_began_fact(raw: Any) -> Fact:

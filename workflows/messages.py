@@ -21,7 +21,7 @@ from recovery.events import (
     RetryRequested,
 )
 from recovery.evidence import Verdict
-from recovery.fleet.messages import Offer, Place, Withdraw
+from recovery.fleet.messages import Offer, Place, Suspect, Withdraw
 from recovery.model import Incident, JobState, Phase
 from recovery.policy import Policy, Strategy, resolve
 from recovery.spec import Duration, JobSpec, Name, Strict
@@ -46,6 +46,8 @@ class ClaimsCarried:
     """When it would take more, as the fleet was told last."""
     more: tuple[Place, ...] = ()
     """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
+    reported: tuple[Suspect, ...] = ()
+    """What the fleet was told last of faults."""
 
 
 @dataclass(frozen=True, slots=True)

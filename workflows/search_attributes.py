@@ -92,6 +92,7 @@ def current_details(job: JobState, now: datetime) -> str:
     if job.incident is not None:
         incident = job.incident
         lines += [f"### Open incident: {incident.cause}", "", f"{_clock(incident.opened)} {incident.because}", ""]
+        lines += [f"- {_clock(one.at)} **Further fault** {one.cause}: {one.reason[:300]}" for one in incident.faults[1:][-4:]]
         lines += [f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.because}" for d in incident.decisions[-8:]]
         if incident.traceback:
             lines += ["", "```", incident.traceback[-2000:].replace("```", "'''"), "```"]

@@ -74,6 +74,7 @@ class TrainingJob(Mailbox):
         self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
         self._saying_again: asyncio.Task[None] | None = None
         self._growing: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._notices = Notices(lambda: self._job, start.carried.told)
         self._leaves = Leaves(lambda: self._job, self._inbox.append)
         self._deadline = Deadline(lambda: self._job.next.what, lambda until: self._inbox.append(DeadlinePassed(until)))
@@ -117,6 +118,7 @@ class TrainingJob(Mailbox):
             self._leaves.keep()
             self._watches.report_checkpoints()
             self._keep_wish()
+            self._report_faults()
             self._publish()
             self._notices.keep()
             if self._may_end():
@@ -132,7 +134,15 @@ class TrainingJob(Mailbox):
 
     @property
     def _doing(self) -> tuple[asyncio.Task[None] | None, ...]:
-        return self._act, self._archiving, self._saying_again, self._growing, self._watches.exchanging, self._notices.telling
+        return (
+            self._act,
+            self._archiving,
+            self._saying_again,
+            self._growing,
+            self._reporting,
+            self._watches.exchanging,
+            self._notices.telling,
+        )
 
     # --- one event, one decision
 
@@ -284,6 +294,13 @@ class TrainingJob(Mailbox):
             return
         self._claims.forget_more()
         self._saying_again = asyncio.create_task(self._claims.say_again())
+
+    def _report_faults(self) -> None:
+        """Tell the fleet of new suspects at once: a job that restarts in place, or waits, makes no claim that would."""
+        reporting = self._reporting is not None and not self._reporting.done()
+        if not reporting and self._job.ending is None and self._claims.has_faults_to_report:
+            # It begins after what was decided just now, which may make a claim.
+            self._reporting = asyncio.create_task(self._claims.report_faults())
 
     # --- examining and repairing
 

@@ -21,6 +21,7 @@ from recovery.fleet.facts import (
     Applied,
     Claimed,
     Fact,
+    FaultsReported,
     JobsClosed,
     JobsFound,
     Looked,
@@ -63,6 +64,8 @@ def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
             return fleet_memory.remembered(state, fact, now)
         case Claimed():
             return fleet_claims.claimed(state, fact.claim, now)
+        case FaultsReported():
+            return fleet_claims.reported(state, fact.report, now)
         case Looked():
             return fleet_nodes.looked(state, fact.looks, now)
         case JobsClosed():

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from recovery.causes import Cause
 from recovery.facts import text
 from recovery.fleet.facts import Reclaimed
-from recovery.fleet.messages import Claim, Place, Suspect
+from recovery.fleet.messages import Claim, FaultReport, Place, Suspect
 from recovery.fleet.model import ClaimRecord, FleetState, GivenBack, Mark, NodeLook, NodeRecord, Standing
 
 KEPT_MARKS = 20
@@ -32,7 +32,7 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
         if known is not None and (claim.submission, claim.seq) == newest and known.answer is not None:
             return _with(state, replace(known, told=False))
         return state
-    state = replace(state, nodes=_accused(state.nodes, claim, now))
+    state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
     if state.awaited is not None:
         state = replace(state, awaited=tuple(job for job in state.awaited if job != claim.job))
     record = _record(claim, known, now)
@@ -42,6 +42,11 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     if claim.nodes <= 0 and not record.places:
         return without(state, record, now)
     return _with(state, record)
+
+
+def reported(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
+    """Hold what a job reports against the nodes that it names."""
+    return replace(state, nodes=_accused(state.nodes, report, now))
 
 
 def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
@@ -148,26 +153,26 @@ def _left(node: NodeRecord, look: NodeLook, fact: Reclaimed) -> NodeRecord:
 # --- marks
 
 
-def _accused(nodes: tuple[NodeRecord, ...], claim: Claim, now: datetime) -> tuple[NodeRecord, ...]:
-    records = {node.name: node for node in nodes} if claim.suspects else {}
-    for suspect in claim.suspects:
-        if (record := records.get(suspect.node)) is None or (marked := _marked(record, claim, suspect)) is None:
+def _accused(nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime) -> tuple[NodeRecord, ...]:
+    records = {node.name: node for node in nodes} if report.suspects else {}
+    for suspect in report.suspects:
+        if (record := records.get(suspect.node)) is None or (marked := _marked(record, report, suspect)) is None:
             continue
         records[suspect.node] = marked
         for name, other in list(records.items()):
             if name != suspect.node and other.marks:
-                records[name] = _followed(other, claim, suspect, now)
+                records[name] = _followed(other, report, suspect, now)
         if marked.standing is Standing.IN_SERVICE:
-            by = f"job {claim.job}" if suspect.isolate else "relaunch"
+            by = f"job {report.job}" if suspect.isolate else "relaunch"
             because = (text(suspect.because) or suspect.cause) if suspect.isolate else by_marks(marked)
             if because:
                 records[suspect.node] = replace(marked, standing=Standing.SUSPECT, because=because, by=by, since=now)
     return tuple(records.values()) or nodes
 
 
-def _marked(record: NodeRecord, claim: Claim, suspect: Suspect) -> NodeRecord | None:
+def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
     """None: nothing new."""
-    said = (claim.job, claim.submission, suspect.generation)
+    said = (report.job, report.submission, suspect.generation)
     known = next((mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said), None)
     if known is not None and (known.isolated or known.retracted or not suspect.isolate):
         return None
@@ -184,14 +189,14 @@ def _marked(record: NodeRecord, claim: Claim, suspect: Suspect) -> NodeRecord | 
     return replace(record, marks=tuple(marks)) if mark in marks else None
 
 
-def _followed(record: NodeRecord, claim: Claim, suspect: Suspect, now: datetime) -> NodeRecord:
+def _followed(record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime) -> NodeRecord:
     if suspect.cause not in FOLLOWING:
         return record
-    because = f"the fault followed job {claim.job} to {suspect.node}"
+    because = f"the fault followed job {report.job} to {suspect.node}"
     marks = tuple(
         replace(mark, retracted=because)
         if not mark.retracted
-        and (mark.job, mark.submission, mark.cause, mark.code) == (claim.job, claim.submission, suspect.cause, suspect.code)
+        and (mark.job, mark.submission, mark.cause, mark.code) == (report.job, report.submission, suspect.cause, suspect.code)
         and mark.generation < suspect.generation
         else mark
         for mark in record.marks

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from recovery.evidence import Verdict
-from recovery.fleet.messages import Claim, PermitRequest
+from recovery.fleet.messages import Claim, FaultReport, PermitRequest
 from recovery.fleet.model import Breaker, NodeLook, NodeRecord
 from recovery.spec import FleetLimits, FleetNode
 
@@ -47,6 +47,14 @@ class Remembered:
 class Claimed:
     claim: Claim
     kind: Literal["Claimed"] = "Claimed"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsReported:
+    """A job has met faults, and goes on with the nodes that it has."""
+
+    report: FaultReport
+    kind: Literal["FaultsReported"] = "FaultsReported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +161,7 @@ Fact = Annotated[
     | JobsFound
     | Remembered
     | Claimed
+    | FaultsReported
     | Looked
     | JobsClosed
     | Reclaimed

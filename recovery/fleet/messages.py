@@ -80,6 +80,15 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultReport:
+    """What a job knows against nodes, said as soon as it is known and without a claim. A report that comes twice changes nothing."""
+
+    job: str
+    submission: int
+    suspects: tuple[Suspect, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """Nodes that are kept for a running job that would take more of them. It may claim them, or do nothing."""
 
