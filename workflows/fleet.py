@@ -178,6 +178,8 @@ class Fleet:
             if not self._state.applied:  # whoever asks is told that there are no nodes
                 self._inbox.append(Applied("observe", (), FleetLimits()))
             self._file_wrong = found.wrong
+        if self._state.restore_error and not is_remembering(self._state, workflow.now()):
+            await self._remember()  # a worker that was busy or away may be able to say it by now
         if self._state.awaited:  # one that has ended meanwhile never says what it holds
             await self._find_jobs()
         claims = tuple(record.key for record in self._state.claims if not record.closed)

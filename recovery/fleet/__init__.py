@@ -176,7 +176,7 @@ def _is_watched(node: NodeRecord, held: set[str]) -> bool:
 
 
 def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
-    known = {record.claim.job for record in state.claims} | {one.job for one in state.given_back}
+    known = {record.claim.job for record in state.claims if not record.restored} | {one.job for one in state.given_back}
     awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
     return replace(state, awaited=awaited, settles_at=state.settles_at or now + SETTLE)
 

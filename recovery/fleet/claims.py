@@ -10,7 +10,7 @@ from recovery.causes import Cause
 from recovery.facts import text
 from recovery.fleet.facts import Reclaimed
 from recovery.fleet.messages import Claim, FaultReport, Place, Suspect
-from recovery.fleet.model import ClaimRecord, FleetState, GivenBack, Mark, NodeLook, NodeRecord, Standing
+from recovery.fleet.model import ClaimRecord, FleetState, GivenBack, Living, Mark, NodeLook, NodeRecord, Standing
 
 KEPT_MARKS = 20
 """Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""
@@ -93,6 +93,53 @@ def all_retracted(record: NodeRecord, because: str) -> NodeRecord:
     return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=because) for mark in record.marks))
 
 
+# --- a fleet that was started anew
+
+
+def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
+    """Return the claims of jobs that hold nodes, as the next run of the fleet takes them over: it grants nothing to them."""
+    return tuple(
+        ClaimRecord(
+            replace(record.claim, suspects=(), avoid=()),
+            granted=record.granted or (),
+            inherited=record.inherited,
+            closed=record.closed,
+            restored=True,
+        )
+        for record in records
+        if record.places
+    )
+
+
+def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
+    """Take over who held which nodes. What a job has said since counts more, where it says more."""
+    given_back = {one.job: one for one in state.given_back}
+    known = {record.claim.job: record for record in state.claims}
+    for old in records:
+        job = old.claim.job
+        if (record := known.get(job)) is not None:
+            state = _with(state, replace(record, inherited=_both(record, old)))
+        elif (last := given_back.get(job)) is None:
+            state = _with(state, old)
+        elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
+            # It has ended, and never knew of ranks that may live there.
+            claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=())
+            state = _with(state, ClaimRecord(claim, granted=(), inherited=inherited, closed=True))
+    return state
+
+
+def _both(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
+    """Return where ranks of earlier submissions may live, which this one may not know of."""
+    claim = record.claim
+    if claim.submission == old.claim.submission and claim.seq >= old.claim.seq:
+        before = () if _has_seen(claim, old) else old.inherited
+    else:
+        before = old.places
+    named = {place.node for place in record.inherited}
+    more = tuple(place for place in before if place.node not in named)
+    return (*record.inherited, *_less(more, [place.node for place in claim.holds]))
+
+
 # --- records
 
 
@@ -146,8 +193,10 @@ def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
 
 
 def _left(node: NodeRecord, look: NodeLook, fact: Reclaimed) -> NodeRecord:
-    living = tuple(one for one in look.living if one.job != fact.job or one.submission > fact.submission)
-    return replace(node, look=replace(look, living=living))
+    def others(living: tuple[Living, ...]) -> tuple[Living, ...]:
+        return tuple(one for one in living if one.job != fact.job or one.submission > fact.submission)
+
+    return replace(node, look=replace(look, living=others(look.living)), last_living=others(node.last_living))
 
 
 # --- marks

@@ -10,7 +10,7 @@ from recovery.facts import text
 from recovery.fleet.claims import all_retracted, by_marks
 from recovery.fleet.facts import Applied, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
 from recovery.fleet.messages import Withdraw
-from recovery.fleet.model import FleetState, NodeLook, NodeRecord, Standing
+from recovery.fleet.model import FleetState, Living, NodeLook, NodeRecord, Standing
 
 FLEET_FILE = "fleet file"
 """Who quarantines a node that the file does not name any more."""
@@ -120,7 +120,12 @@ def _seen(record: NodeRecord, look: NodeLook | None, now: datetime) -> NodeRecor
     if look.inventory is not None:
         record = replace(record, inventory=look.inventory, read_at=now - look.read_ago)
     look = replace(look, inventory=None, read_ago=timedelta(0))
+    record = replace(record, last_living=_last_living(record) if look.silent else (), answered=record.answered or not look.silent)
     return replace(record, look=look, looked_at=now, silent_since=(record.silent_since or now) if look.silent else None)
+
+
+def _last_living(record: NodeRecord) -> tuple[Living, ...]:
+    return record.last_living if record.look is None or record.look.silent else record.look.living
 
 
 def short(state: FleetState, now: datetime) -> FleetState:
