@@ -25,7 +25,7 @@ def memory(*runs: FleetState) -> Remembered:
         runs: All back to the newest that had taken over what there was before it.
     """
     state, *older = runs
-    if older and not state.remembered:
+    if older and not has_restored(state):
         before = memory(*older)
         if not state.nodes:
             return before
@@ -53,6 +53,11 @@ def _worth(record: NodeRecord) -> NodeRecord:
         verdict_at=record.verdict_at,
         verdict_because=record.verdict_because,
     )
+
+
+def has_restored(state: FleetState) -> bool:
+    """Return whether the run has taken over all that there was before it."""
+    return state.remembered and not state.restore_error
 
 
 def is_remembering(state: FleetState, now: datetime) -> bool:
