@@ -158,7 +158,9 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
 def is_stale(job: JobState, event: Event) -> bool:
     """Whether this is about an earlier generation, or is the deadline of a wait that is over."""
     if isinstance(event, DeadlinePassed):
-        return event.due is not None and event.due != job.next.at
+        # The deadline of a repair stays its own while the repair asks.
+        repair = job.recovering.repair if job.recovering is not None else None
+        return event.due is not None and event.due not in (job.next.at, repair.at if repair is not None else job.next.at)
     generation = getattr(event, "generation", None)
     return generation is not None and generation != job.generation
 

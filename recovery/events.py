@@ -219,10 +219,11 @@ class RepairEnded:
 
 @dataclass(frozen=True, slots=True)
 class RepairAsks:
-    """A repair that the job waits for waits for a person."""
+    """A repair that the job waits for waits for a person, or does no longer."""
 
     node: str
     question: str
+    """Empty: it has its answer, or goes on without one."""
     until: datetime | None = None
     kind: Literal["RepairAsks"] = "RepairAsks"
 

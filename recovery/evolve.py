@@ -59,6 +59,7 @@ from recovery.model import (
     Recovering,
     Relaunch,
     Repair,
+    RepairQuestion,
     Stop,
     Try,
     Wait,
@@ -95,8 +96,8 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.because}")
         case DeadlinePassed() if job.phase is Phase.REPAIRING:
             return _repair_failed(job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}")
-        case RepairAsks() if job.phase is Phase.REPAIRING:
-            return replace(job, next=Next(event.question, event.until))
+        case RepairAsks() if job.phase is Phase.REPAIRING and job.recovering is not None:
+            return _absorb_question(job, job.recovering, event)
         case LaunchFailed():
             return _absorb_failed_launch(job, event, now)
         case FaultObserved() | RanksHung() | LaunchRefused():
@@ -171,6 +172,16 @@ def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobStat
     if job.incident is None or job.owed is not None or job.lost or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions):
         return job
     return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
+
+
+def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -> JobState:
+    """Show what repairs ask; when all are answered, what comes next is again what the repair was ordered for."""
+    repair = recovering.repair or job.next
+    questions = tuple(one for one in recovering.questions if one.node != event.node)
+    if event.question:
+        questions = (*questions, RepairQuestion(event.node, event.question, event.until))
+    asks = Next(questions[-1].question, questions[-1].until) if questions else repair
+    return replace(job, next=asks, recovering=replace(recovering, questions=questions, repair=repair))
 
 
 def _asked_to_leave(job: JobState, event: LeaveAsked) -> JobState:
@@ -290,7 +301,7 @@ def _take(job: JobState, take: Try) -> JobState:
 
 def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
     """What was learned about this fault stays; the first question about it begins anew."""
-    return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault)
+    return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault, questions=(), repair=None)
 
 
 def finish(job: JobState, now: datetime) -> JobState:

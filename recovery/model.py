@@ -341,6 +341,15 @@ class ExaminedNode:
 
 
 @dataclass(frozen=True, slots=True)
+class RepairQuestion:
+    """What the repair of a node asks a person."""
+
+    node: str
+    question: str
+    until: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class Recovering:
     """What is known about a fault while its suspects are examined or repaired."""
 
@@ -349,6 +358,10 @@ class Recovering:
     """None: not examined since the fault."""
     failed: tuple[str, ...] = ()
     """Rungs (`Rung.label`) whose repair did not succeed; their tries are spent, and the ladder goes on above them."""
+    questions: tuple[RepairQuestion, ...] = ()
+    """What repairs ask that have had no answer yet."""
+    repair: Next | None = None
+    """What comes next, and when, once nothing is asked any more."""
 
     @property
     def verdict(self) -> Verdict | None:

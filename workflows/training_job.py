@@ -364,8 +364,13 @@ class TrainingJob(Mailbox):
         watching = self._watches.running
         for watch in watching:
             watch.cancel()
-        if (cancelled := await self._settled(watching)) is not None:
-            self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
+        while True:
+            if (cancelled := await self._settled(watching)) is not None:
+                self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
+            # What a signal began meanwhile, such as a claim: the next run would know nothing of it.
+            watching = [task for task in self._doing if task is not None and not task.done()]
+            if not watching:
+                break
         carried = Carried(
             tuple(self._inbox),
             self._watches.after_seq,
