@@ -295,6 +295,18 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             return Ignore(f"nothing waits in phase {job.phase}")
 
 
+def why_not_dead(job: JobState, node: str) -> str:
+    """Return why a person's word that a node is dead is not taken, a clause; empty: it is taken, or changes nothing."""
+    is_watched = job.phase in (Phase.RUNNING, Phase.NODE_LOST) and node in {slot.node for slot in job.slots}
+    if not is_watched or node in job.lost_names:
+        return ""
+    silent = duration(job.policy.timeouts.lost_after)
+    return (
+        f"node {node} answers the job's watch, or has not been silent for {silent} yet: ranks there would go on "
+        "beside new ones. Cut its power or its network first, or send force: true if you know that it is dead"
+    )
+
+
 def may_answer(job: JobState, decision: str, now: datetime, node: str = "") -> str:
     """Why this is no answer now, a clause; empty: it is one. `node`: said to whoever wants that node of the job."""
     if node:

@@ -321,10 +321,11 @@ class IncidentsArchived:
 
 @dataclass(frozen=True, slots=True)
 class MessageRejected:
-    """A signal that could not be understood; kept so that whoever sent it sees why nothing happened."""
+    """A signal that could not be understood, or was refused; kept so that its sender sees why nothing happened."""
 
     name: str
     because: str
+    what: Literal["was not understood", "was refused"] = "was not understood"
     kind: Literal["MessageRejected"] = "MessageRejected"
 
 

@@ -152,7 +152,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case IncidentsArchived():
             return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
         case MessageRejected():
-            return _notice(job, f"{event.name} was not understood: {event.because}")
+            return _notice(job, f"{event.name} {event.what}: {event.because}")
         case CancelRequested():
             return job
         case _:

@@ -28,7 +28,7 @@ from recovery.fleet.facts import (
 )
 from recovery.fleet.messages import Claim, FaultReport, PermitRequest
 from recovery.fleet.model import FleetState
-from recovery.spec import Duration, Strict, parse_name
+from recovery.spec import Duration, Reason, Strict, parse_name
 from workflows.messages import explain
 
 DRAIN_WITHIN = timedelta(minutes=30)
@@ -71,7 +71,7 @@ class FleetFile:
 
 class QuarantineMessage(Strict):
     node: str = ""
-    because: str = ""
+    because: Reason = ""
     by: str = ""
     drain: bool = False
     within: Duration | None = None
@@ -79,13 +79,18 @@ class QuarantineMessage(Strict):
 
 class ReleaseMessage(Strict):
     node: str = ""
-    because: str = ""
+    because: Reason = ""
     by: str = ""
 
 
 class ReasonMessage(Strict):
-    """Of `pause`, `resume` and `apply`."""
+    """Of `pause` and `resume`."""
 
+    because: Reason = ""
+    by: str = ""
+
+
+class ApplyMessage(Strict):
     because: str = ""
     by: str = ""
 
@@ -137,8 +142,8 @@ def resume_fact(raw: Any) -> Fact:
     return ResumeAsked(message.because[:LONGEST_REASON], message.by)
 
 
-def apply_message(raw: Any) -> ReasonMessage:
-    return ReasonMessage.model_validate(raw)
+def apply_message(raw: Any) -> ApplyMessage:
+    return ApplyMessage.model_validate(raw)
 
 
 def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | Rejected:

@@ -204,9 +204,8 @@ def _after_repair(record: NodeRecord, fact: RepairEnded, now: datetime, *, stale
         record = all_retracted(record, "examined healthy after a repair")
     if record.gone:
         return quarantined(record, FLEET_FILE, NOT_IN_FILE, now)
-    by_person = record.standing is Standing.QUARANTINED and not is_ours(record)
-    if by_person and (not done or fact.by.startswith(FLEET)):
-        # A person's word holds until a person takes it back; a repair that a person has ordered since is that.
+    if record.standing is Standing.QUARANTINED and not is_ours(record):
+        # A person's word holds until a person takes it back by a release: to have a node repaired says nothing about why it is kept.
         return record
     if done:
         return in_service(record, now)

@@ -546,7 +546,7 @@ def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
     assert desk.state.notices[-1].endswith("n2: nobody told within 3 h how repair/gpus/n2/r1 ended")
 
 
-def test_a_person_s_quarantine_outlasts_the_fleet_s_repair_but_not_one_that_a_person_ordered() -> None:
+def test_a_person_s_quarantine_outlasts_every_repair_and_ends_with_a_release() -> None:
     desk = Desk()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     desk.go(began("n1"), QuarantineAsked("n1", "a technician comes", "grace"), ended("n1"))
@@ -554,6 +554,9 @@ def test_a_person_s_quarantine_outlasts_the_fleet_s_repair_but_not_one_that_a_pe
     desk.go(began("n1", "r2", by="grace"), ended("n1", "refused", "r2", by="grace"))
     assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
     desk.go(began("n1", "r3", by="grace"), ended("n1", "done", "r3", by="grace"))
+    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
+    assert desk.node("n1").verdict is Verdict.HEALTHY
+    desk.go(ReleaseAsked("n1", "the technician was there", "grace"))
     assert desk.node("n1").standing is Standing.IN_SERVICE
 
 

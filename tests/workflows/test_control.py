@@ -218,6 +218,8 @@ MALFORMED: list[tuple[str, list[Any], str]] = [
     ("report", [None], "report was not understood: node: missing"),
     ("report", [{"node": "n 2"}], "report was not understood: node: 'n 2' is not a name"),
     ("report", [{"node": "n2", "declared": "alive"}], "report was not understood: declared"),
+    ("report", [{"node": "n2", "because": ""}], "report was not understood: because: it is empty"),
+    ("report", [{"node": "n2", "because": "burnt"}], "report was refused: node n2 answers the job's watch"),
 ]
 
 
