@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -194,10 +194,15 @@ def nodes_check(
         raise Mistake(
             "nodes check: expected a NODE of a running fleet, or --file FLEET.yaml to look at the nodes of a fleet file from here"
         )
+    from console import fleets
     from console import nodes as examining
 
-    found = with_client(lambda client, s: examining.check(client, s.task_queue, fleet, tuple(nodes), level))
-    rows = [examining.row(one) for one in found]
+    async def work(client: Client, settings: Settings) -> list[dict[str, Any]]:
+        found = await examining.check(client, settings.task_queue, fleet, tuple(nodes), level)
+        kept = await fleets.kept_from_jobs(client, fleet)
+        return [examining.row(one, kept.get(one.node)) for one in found]
+
+    rows = with_client(work)
     if as_json:
         print_json(rows)
     else:
