@@ -292,11 +292,16 @@ class FleetActivities:
         return dict(zip(jobs, await asyncio.gather(*(one(job) for job in jobs)), strict=True))
 
     async def _submission(self, job: str) -> int | None:
-        """Which submission of a job runs, which is named after the start of its first run; None: none does."""
+        """Which submission of a job runs; None: none does.
+
+        It is numbered by the start of its first run, or higher where the server's clock was set back since the one before: its memo says.
+        """
         handle = self._client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{job}")
         run = await _described(handle)
         if run is None or run.status is not WorkflowExecutionStatus.RUNNING:
             return None
+        if number := (await run.memo()).get("submission"):
+            return int(number)
         first = run.raw_description.workflow_execution_info.first_run_id
         if first and first != run.run_id:
             run = await _described(self._client.get_workflow_handle(handle.id, run_id=first))

@@ -42,6 +42,7 @@ from recovery.events import (
     RepairEnded,
     RetryRequested,
     StepReached,
+    SubmissionRaised,
     Submitted,
 )
 from recovery.fencing import fences, may_leave_lost_behind
@@ -149,7 +150,16 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return Ignore("nobody waits for a checkpoint any more")
         case LeaveAsked() | LeaveWithdrawn() | LeaveDue():
             return Ignore("a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted")
-        case ProgressSeen() | RanksFound() | RanksStopped() | RepairAsks() | PolicyChanged() | IncidentsArchived() | MessageRejected():
+        case (
+            ProgressSeen()
+            | RanksFound()
+            | RanksStopped()
+            | RepairAsks()
+            | PolicyChanged()
+            | IncidentsArchived()
+            | MessageRejected()
+            | SubmissionRaised()
+        ):
             return Ignore(f"{event.kind} asks for nothing")
         case _:
             assert_never(event)

@@ -320,6 +320,14 @@ class IncidentsArchived:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmissionRaised:
+    """A later submission of this job is known than its number says, so it takes a higher one before anything is launched."""
+
+    submission: int
+    kind: Literal["SubmissionRaised"] = "SubmissionRaised"
+
+
+@dataclass(frozen=True, slots=True)
 class MessageRejected:
     """A signal that could not be understood, or was refused; kept so that its sender sees why nothing happened."""
 
@@ -361,6 +369,7 @@ Event = Annotated[
     | LeaveDue
     | PolicyChanged
     | IncidentsArchived
+    | SubmissionRaised
     | MessageRejected,
     Field(discriminator="kind"),
 ]

@@ -36,6 +36,7 @@ from recovery.events import (
     RepairAsks,
     RepairEnded,
     StepReached,
+    SubmissionRaised,
 )
 from recovery.evidence import Verdict
 from recovery.fencing import may_leave_lost_behind
@@ -151,6 +152,11 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _notice(job, f"{who} changed the policy ({what})" + (f": {event.because}" if event.because else ""))
         case IncidentsArchived():
             return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
+        case SubmissionRaised() if not job.slots:
+            raised = max(job.submission, event.submission)
+            return _notice(
+                replace(job, submission=raised), "the server's clock was set back: this submission is numbered after the last one"
+            )
         case MessageRejected():
             return _notice(job, f"{event.name} {event.what}: {event.because}")
         case CancelRequested():

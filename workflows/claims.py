@@ -15,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
     from recovery.causes import OWN_CAUSES
     from recovery.claim import as_it_is, claim, give_back, suspects
-    from recovery.events import Event, NodesGranted, NodesMissing, RanksFound
+    from recovery.events import Event, NodesGranted, NodesMissing, RanksFound, SubmissionRaised
     from recovery.fleet.messages import Claim, FaultReport, Grant, Offer, Place
     from recovery.leaving import left_out
     from recovery.model import JobState, Relaunch, Slot
@@ -130,8 +130,14 @@ class Claims:
         waits = False
         await self._ask(keep, excluded)
         while (grant := await self._answer()).kind != "granted":
-            self._tell(NodesMissing(grant.because, hopeless=grant.kind == "hopeless"))
-            if grant.kind == "hopeless":
+            if grant.kind == "behind" and not self._job().slots:
+                self._tell(SubmissionRaised(grant.above + 1))
+                await workflow.wait_condition(lambda: self._job().submission > grant.above)
+                await self._ask(keep, excluded)
+                continue
+            is_hopeless = grant.kind in ("hopeless", "behind")
+            self._tell(NodesMissing(grant.because, hopeless=is_hopeless))
+            if is_hopeless:
                 return ()
             if grant.kind == "yield":
                 keep = self.nodes = ()

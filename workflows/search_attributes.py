@@ -55,7 +55,7 @@ def updates(before: dict[str, object], after: dict[str, object]) -> list[SearchA
 
 
 def memo(job: JobState) -> dict[str, object]:
-    return {"phase": job.phase.value, "because": job.because, "next": _next(job), "fleet": job.spec.fleet}
+    return {"phase": job.phase.value, "because": job.because, "next": _next(job), "fleet": job.spec.fleet, "submission": job.submission}
 
 
 def current_details(job: JobState, now: datetime) -> str:

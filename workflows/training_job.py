@@ -85,6 +85,7 @@ class TrainingJob(Mailbox):
             self._attributes, self._memo = attributes(self._job), memo(self._job)
             return
         if start.previous is not None:
+            submission = max(submission, start.previous.submission + 1)
             self._job = resubmit(start.previous, submission, start.submitted_by, now, start.renew_budgets, start.avoid_nodes)
             self._job = replace(self._job, spec=start.spec, policy=start.policy)
         else:

@@ -10,7 +10,7 @@ from recovery.causes import Cause
 from recovery.facts import text
 from recovery.fleet.facts import Reclaimed
 from recovery.fleet.messages import Claim, FaultReport, Place, Suspect
-from recovery.fleet.model import ClaimRecord, FleetState, GivenBack, Living, Mark, NodeLook, NodeRecord, Standing
+from recovery.fleet.model import BehindClaim, ClaimRecord, FleetState, GivenBack, Living, Mark, NodeLook, NodeRecord, Standing
 
 KEPT_MARKS = 20
 """Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""
@@ -31,6 +31,11 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     if newest is not None and (claim.submission, claim.seq) <= newest:
         if known is not None and (claim.submission, claim.seq) == newest and known.answer is not None:
             return _with(state, replace(known, told=False))
+        if claim.submission < newest[0]:
+            # A late word of a submission that has ended, which the job that runs will not take for its own. Or the server's clock
+            # was set back between the two: submissions are numbered by it, and nodes obey only higher ones.
+            behind = BehindClaim(claim.job, claim.submission, claim.seq, newest[0])
+            return replace(state, behind=(*(one for one in state.behind if one.job != claim.job), behind))
         return state
     state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
     if state.awaited is not None:

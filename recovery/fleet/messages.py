@@ -105,8 +105,9 @@ class Grant:
 
     submission: int
     seq: int
-    kind: Literal["granted", "waiting", "hopeless", "yield"] = "granted"
-    """hopeless: no wait can help. yield: give back what you hold and queue; somebody who comes first needs it."""
+    kind: Literal["granted", "waiting", "hopeless", "yield", "behind"] = "granted"
+    """hopeless: no wait can help. yield: give back what you hold and queue; somebody who comes first needs it.
+    behind: a later submission of this job is known, and this one takes a number above `above`."""
     places: tuple[Place, ...] = ()
     """When granted: as many as were wanted, or more where more would be taken, those that were kept first."""
     because: str = ""
@@ -114,6 +115,8 @@ class Grant:
     """Nodes on which ranks of an earlier submission of this job may live: it stops them first."""
     fewer: str = ""
     """Why there are fewer than the job would take, in words for people; empty: there are not."""
+    above: int = 0
+    """When behind: the highest submission of this job that the fleet knows."""
 
 
 @dataclass(frozen=True, slots=True)

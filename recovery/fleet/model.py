@@ -227,6 +227,16 @@ class GivenBack:
 
 
 @dataclass(frozen=True, slots=True)
+class BehindClaim:
+    """A claim with a lower submission than one that the fleet knows, to be answered so."""
+
+    job: str
+    submission: int
+    seq: int
+    above: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reclaiming:
     job: str
     submission: int
@@ -289,6 +299,7 @@ class FleetState:
     """Jobs that were asked what they hold."""
     given_back: tuple[GivenBack, ...] = ()
     """Newest last."""
+    behind: tuple[BehindClaim, ...] = ()
     reclaims: tuple[Reclaiming, ...] = ()
     answered: tuple[Answered, ...] = ()
     """Permits, newest last."""

@@ -25,6 +25,7 @@ from recovery.events import (
     RepairEnded,
     RetryRequested,
     StepReached,
+    SubmissionRaised,
     Submitted,
 )
 from recovery.evolve import changed_keys
@@ -228,3 +229,11 @@ def test_a_repair_that_has_its_answer_asks_no_longer_and_its_deadline_still_coun
     assert is_stale(job, DeadlinePassed(at(900))) and not is_stale(job, DeadlinePassed(before.next.at))
     job, _ = step(job, RepairAsks("n2", ""))
     assert job.next == before.next
+
+
+def test_a_submission_is_numbered_anew_only_before_it_has_nodes() -> None:
+    job, decision = step(new_job(), SubmissionRaised(5001))
+    assert isinstance(decision, Ignore) and job.submission == 5001
+    assert job.notices == ("the server's clock was set back: this submission is numbered after the last one",)
+    assert step(job, SubmissionRaised(17))[0].submission == 5001
+    assert step(running(), SubmissionRaised(5001))[0].submission == running().submission

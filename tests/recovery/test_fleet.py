@@ -699,3 +699,27 @@ def test_every_grant_answers_the_newest_claim() -> None:
     desk = Desk()
     desk.learn(Claimed(Claim("a", 1, 1, 2)), Claimed(Claim("a", 1, 2, 1)))
     assert desk.settle() == [TellJob("a", Grant(1, 2, "granted", (Place("n1", "10.0.0.1"),), "n1 joined"))]
+
+
+# --- a server whose clock was set back between two submissions
+
+
+def test_a_submission_that_is_numbered_lower_than_one_before_is_told_so_and_takes_a_higher_number() -> None:
+    desk = Desk()
+    desk.claim("a", 2, submission=5000)
+    desk.claim("a", 0, seq=2, submission=5000)
+    desk.claim("a", 1, submission=4000)
+    [behind] = desk.grants("behind").values()
+    assert (behind.submission, behind.seq, behind.above) == (4000, 1, 5000)
+    assert desk.state.claims == () and desk.wait(seconds=1) == [], "it is told once for each claim"
+    desk.claim("a", 1, seq=2, submission=5001)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_a_late_word_of_a_submission_that_has_ended_changes_nothing() -> None:
+    desk = Desk()
+    desk.claim("a", 2, submission=5000)
+    before = desk.state.claims
+    desk.claim("a", 4, seq=9, submission=4000)
+    assert desk.state.claims == before
+    assert [(grant.submission, grant.seq) for grant in desk.grants("behind").values()] == [(4000, 9)], "which no job takes for its own"

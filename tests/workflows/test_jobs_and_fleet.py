@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from activities.fleet import ClosedJobsInput, FleetActivities
 from backends.simulated import Exit, KeeperDies, Progress, Script, Sick, Stranger
 from backends.simulated.health import bus_id
 from recovery.causes import Cause
+from recovery.fleet.messages import Claim
 from recovery.fleet.model import FleetState, Standing
 from recovery.model import Phase
+from tests.activities.harness import environment
 from tests.workflows.claimants import fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy
@@ -136,6 +139,23 @@ async def test_a_fault_of_the_hardware_is_reported_by_a_job_that_restarts_in_pla
 
         fleet = await until_fleet(rig, has_mark, "the job, which runs on, has reported n2")
         assert [record.claim.keep for record in fleet.claims] == [()], "by no claim: it is the first one that stands"
+        await ended(job)
+
+
+async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(make_rig: MakeRig) -> None:
+    async with make(make_rig, nodes=2) as rig:
+        name = f"job-{uuid.uuid4().hex[:8]}"
+        later = 4_000_000_000_000  # a submission of the year 2096: the server's clock was far ahead then
+        await rig.tell_fleet("claim", Claim(name, later, 1, 0))
+        job = await rig.submit(name=name)
+        state = await job.until_phase(Phase.RUNNING)
+        assert state.submission == later + 1
+        assert {call.token for call in rig.backend.calls if call.command == "start"} == {state.token}
+        closed = await environment().run(
+            FleetActivities(rig.fleets, rig.client, rig.queue).closed_jobs,
+            ClosedJobsInput(rig.fleets.known.name, ((name, later), (name, later + 1))),
+        )
+        assert closed == ((name, later),), "its number is known to those who ask which submission runs"
         await ended(job)
 
 
