@@ -156,8 +156,6 @@ async def test_a_gang_of_several_shards_has_one_secret_and_none_stands_in_histor
     nonces = {answer.nonce for answer in answers(fleet)}
     values = [*outputs, *(fleet.launch_input(**order) for order in orders)]
     history = b"".join(payload.data for value in values for payload in written(value))
-        payload.data for value in (*outputs, *(fleet.launch_input(**order) for order in orders)) for payload in written(value)
-    )
     assert len(nonces) == 4 and not [one for one in (*nonces, *secrets) if one.encode() in history]
 
 
