@@ -104,11 +104,16 @@ def all_retracted(record: NodeRecord, because: str) -> NodeRecord:
 def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
     """Return the claims of jobs that hold nodes, as the next run of the fleet takes them over: it grants nothing to them."""
     return tuple(
-        ClaimRecord(
-            replace(record.claim, suspects=(), avoid=()),
+        replace(
+            record,
+            claim=replace(record.claim, suspects=(), avoid=()),
             granted=record.granted or (),
-            inherited=record.inherited,
-            closed=record.closed,
+            said="",
+            waiting_since=None,
+            answer=None,
+            told=True,
+            said_at=None,
+            say_at=None,
             restored=True,
         )
         for record in records
@@ -129,7 +134,7 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
         elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
             # It has ended, and never knew of ranks that may live there.
             claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=())
-            state = _with(state, ClaimRecord(claim, granted=(), inherited=inherited, closed=True))
+            state = _with(state, replace(old, claim=claim, granted=(), inherited=inherited, closed=True))
     return state
 
 
