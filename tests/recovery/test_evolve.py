@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recovery.decide import is_stale
+from recovery.decide import is_stale, why_not_dead
 from recovery.events import (
     CancelRequested,
     DeadlinePassed,
@@ -237,3 +237,12 @@ def test_a_submission_is_numbered_anew_only_before_it_has_nodes() -> None:
     assert job.notices == ("the server's clock was set back: this submission is numbered after the last one",)
     assert step(job, SubmissionRaised(17))[0].submission == 5001
     assert step(running(), SubmissionRaised(5001))[0].submission == running().submission
+
+
+def test_a_node_that_the_watch_hears_is_not_taken_for_dead() -> None:
+    assert "node n2 answers the job's watch, or has not been silent for 3m yet" in why_not_dead(running(), "n2")
+    lost = walk(running(nodes=3), (gone("n2"), "WAIT NODE_LOST"))
+    assert (why_not_dead(lost, "n2"), bool(why_not_dead(lost, "n3"))) == ("", True)
+    assert why_not_dead(running(), "n9") == "", "it changes nothing"
+    stopping = walk(running(), (this(CancelRequested("", "ada")), "CANCELLED 130"))
+    assert why_not_dead(stopping, "n2") == "", "nothing watches it any more"

@@ -11,10 +11,21 @@ import pytest
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn
-from recovery.fleet.facts import Applied, Claimed, JobsClosed, JobsFound, Looked, QuarantineAsked, Reclaimed, Rejected, ReleaseAsked
-from recovery.fleet.messages import Claim, Grant, Place, Withdraw
+from recovery.fleet.facts import (
+    Applied,
+    Claimed,
+    FaultsReported,
+    JobsClosed,
+    JobsFound,
+    Looked,
+    QuarantineAsked,
+    Reclaimed,
+    Rejected,
+    ReleaseAsked,
+)
+from recovery.fleet.messages import Claim, FaultReport, Grant, Place, Withdraw
 from recovery.fleet.model import Living, NodeLook, Standing
-from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Reclaim, StartRepair, TellJob
+from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob
 from recovery.spec import FleetLimits
 from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect
 
@@ -137,16 +148,21 @@ def test_claims_that_come_twice_late_or_after_their_withdrawal_change_nothing() 
     desk.claim("a", 2, seq=2, submission=2, holds=("n1",))
     known = desk.state
     for old in (first, Claimed(Claim("a", 1, 9, 3))):
-        assert desk.go(old) == []
+        assert is_only_told_its_number(desk.go(old))
         assert desk.state == known
     desk.claim("a", 0, seq=3, submission=2)
     assert desk.state.claims == ()
     gone = desk.state
     for old in (first, Claimed(Claim("a", 2, 3, 0)), Claimed(Claim("a", 1, 9, 3))):
-        assert desk.go(old) == []
+        assert is_only_told_its_number(desk.go(old))
         assert desk.state == gone
     desk.claim("a", 1, seq=4, submission=2)
     assert desk.granted() == {"a": ["n1"]}
+
+
+def is_only_told_its_number(orders: list[Order]) -> bool:
+    """Whether nothing was ordered, or a job was told that a later submission is known, which one that has ended does not hear."""
+    return all(isinstance(order, TellJob) and order.grant.kind == "behind" for order in orders)
 
 
 def test_a_job_that_says_the_same_again_is_told_the_same_again() -> None:
@@ -723,3 +739,20 @@ def test_a_late_word_of_a_submission_that_has_ended_changes_nothing() -> None:
     desk.claim("a", 4, seq=9, submission=4000)
     assert desk.state.claims == before
     assert [(grant.submission, grant.seq) for grant in desk.grants("behind").values()] == [(4000, 9)], "which no job takes for its own"
+
+
+# --- faults that a job reports without a claim
+
+
+def test_a_reported_fault_counts_like_a_claimed_one_and_changes_no_claim() -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    before = desk.record("a")
+    report = FaultsReported(FaultReport("a", 1, (suspect("n1", isolate=True), suspect("n9"))))
+    desk.go(report)
+    assert desk.node("n1").standing is Standing.SUSPECT
+    assert [(mark.job, mark.generation, mark.isolated) for mark in desk.node("n1").marks] == [("a", 1, True)]
+    assert desk.record("a") == before
+    known = desk.state
+    desk.go(report)
+    assert desk.state == known, "twice is once"

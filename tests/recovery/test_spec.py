@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from recovery.spec import Duration, FleetLimits, FleetSpec, JobSpec, duration, parse_jumps
+from recovery.spec import Duration, FleetLimits, FleetSpec, JobSpec, duration, parse_jumps, parse_reason
 from tests.recovery.builders import spec
 
 FLEET: dict[str, Any] = {"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", "address": "10.0.0.1"}]}
@@ -331,3 +331,10 @@ def test_nodes_behind_one_address_are_told_apart_by_their_ports() -> None:
     FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes})
     with pytest.raises(ValidationError, match=r"nodes gpu-2201 and gpu-2202 have the same address '10\.0\.0\.11'"):
         FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": [{**node, "port": 22} for node in nodes]})
+
+
+def test_a_reason_that_is_given_says_something() -> None:
+    assert parse_reason("burnt") == "burnt"
+    for blank in ("", " \n"):
+        with pytest.raises(ValueError, match="it is empty, expected a clause that says why"):
+            parse_reason(blank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ASK = {"APPLICATION": [{"strategy": "ASK"}], "UNKNOWN": [{"strategy": "ASK"}]}
+
+
+def new_fleet() -> str:
+    """A name that no fleet of another test had: what such a one knew could not be asked for, and silent nodes would be waited for."""
+    return f"f-{uuid.uuid4().hex[:8]}"
 
 
 async def is_cancelled(rig: Rig, job: Job) -> None:
@@ -56,7 +62,7 @@ async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
 
 
 async def test_S5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),))) as rig:
+    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),)), name=new_fleet()) as rig:
         job = await rig.submit()
         state = await job.until(lambda s: s.phase is Phase.QUEUED and s.generation == 1, "in the queue")
         assert state.because.startswith("1 of 2 nodes: n2 does not answer")
@@ -147,7 +153,7 @@ async def test_S5_4_force_retry_while_a_person_is_asked_renews_the_budgets_if_to
 
 
 async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), nodes=2) as rig:
+    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), nodes=2, name=new_fleet()) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.QUEUED, 1)
         rig.backend.heal("n2")
@@ -157,7 +163,7 @@ async def test_S5_4_force_retry_while_nodes_are_waited_for_looks_for_others(make
 
 
 async def test_a_job_that_waits_for_nodes_goes_on_by_itself_when_they_answer(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed")) as rig:
+    async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),), then="succeed"), name=new_fleet()) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.QUEUED, 1)
         rig.backend.heal("n2")
