@@ -5,7 +5,14 @@ Reads no clock and stops nobody.
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Dict, Iterable, Tuple
+
+CLOCK_TOLERANCE = 0.25
+"""Seconds by which two clocks may seem to differ before one of them is said to have stood still."""
+CLOCK_DRIFT = 0.001
+"""Of the time between two comparisons: both clocks may be steered by as much as 500 ppm."""
+CLOCK_WINDOW = 60.0
+"""Seconds that a first comparison counts, so that the drift allowed for stays small."""
 
 
 class Lease:
@@ -32,10 +39,21 @@ class Lease:
         self.alive_until = max(self.alive_until, self.leased_until + self.fence_after)
         return True
 
+    def shift(self, lost: float) -> None:
+        """Count time for which this node's clock stood still, as that of a machine that was paused: all ends come earlier."""
+        self.leased_until -= lost
+        self.alive_until -= lost
+
     def vouched(self, asked: float) -> None:
         """Take the word of the peers, which is as old as the question was."""
         if self.renewed:
             self.alive_until = max(self.alive_until, asked + self.fence_after)
+
+    def set_times(self, leased_until: float, alive_until: float, renewed: bool) -> None:
+        """Take over what the keeper, which decides, has."""
+        self.leased_until = leased_until
+        self.alive_until = alive_until
+        self.renewed = renewed
 
     @property
     def ends(self) -> float | None:
@@ -56,6 +74,55 @@ class Lease:
             f"no renewal for {now - self.leased_until + self.lease:.1f} s; "
             f"for {self.fence_after:g} s no peer was leased, nor were all peers alive",
         )
+
+
+def measure_standstill(stamp: float, age: float, now: float) -> float:
+    """Return the seconds for which this node's clock stood still since `stamp`, 0 if that cannot be said.
+
+    Args:
+        stamp: this node's clock when it sent a heartbeat.
+        age: seconds that its receiver has had that heartbeat, by the receiver's clock; no more than have passed here.
+        now: this node's clock.
+    """
+    lost = age - (now - stamp)
+    return lost if lost > CLOCK_TOLERANCE + CLOCK_DRIFT * age else 0.0
+
+
+class PeerClocks:
+    """Compares this node's clock with those of its peers, which go on while this machine is paused.
+
+    One peer is enough: two that agree may have been paused together, as machines on one host are. A delay on the way never
+    counts as lost time: what a peer's clock advanced is compared with the longest time that can have passed here.
+    """
+
+    def __init__(self) -> None:
+        self._first: Dict[str, Tuple[float, float]] = {}
+        """By peer, of the comparison that later ones refer to: when this node asked, and the peer's clock."""
+
+    def compare(self, peer: str, asked: float, answered: float, stamp: float) -> float:
+        """Return the seconds for which this node's clock stood still, 0 if it did not.
+
+        Args:
+            peer: the name of the peer.
+            asked: this node's clock when the question was sent.
+            answered: this node's clock when the answer was read.
+            stamp: the peer's clock in between.
+        """
+        first_asked, first_stamp = self._first.get(peer, (asked, stamp))
+        passed = answered - first_asked
+        lost = stamp - first_stamp - passed
+        if lost > CLOCK_TOLERANCE + CLOCK_DRIFT * passed:
+            self.forget()
+        else:
+            lost = 0.0
+        # A clock that is lower than before is that of another boot.
+        if peer not in self._first or stamp < first_stamp or passed > CLOCK_WINDOW:
+            self._first[peer] = (asked, stamp)
+        return lost
+
+    def forget(self) -> None:
+        """Forget what was measured with a clock that stood still since."""
+        self._first.clear()
 
 
 class Vouchers:
