@@ -486,7 +486,8 @@ def another_server_has_a_job_of_the_name(world: World) -> None:
 
 def other_server_launches(world: World, host: int) -> None:
     """Have a controller of another server, with the same names, launch its job on a host."""
-    node, g = world.nodes[host], 1000
+    world.others += 1
+    node, g = world.nodes[host], world.others
     if node.awake and (stamp := node.prepare(g, USUAL, world.now, server=1)) is not None:
         node.start(g, stamp, True, (), world.now, server=1)
     world.check()

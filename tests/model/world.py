@@ -138,6 +138,8 @@ class World:
         self.waits_for_ever = False
         """No wait was long enough when that was asked last."""
         self.workers: list[Launcher | Watcher] = []
+        self.others = 1000
+        """The generation that a job of another server with the same names has reached."""
         self.limits = set(Limit)
         """What does not count as a violation."""
 
@@ -233,7 +235,7 @@ class World:
         """Launch over all that may be alive, without a stop: every `prepare` is the proof of one."""
         self._end_worker(End.CANCEL)
         members = tuple(sorted({*map(int, self.controller.job.maybe_alive), *more}))
-        if not self.controller.may_launch_in_place(len(members)):
+        if self.controller.lost_nodes or not self.controller.may_launch_in_place(len(members)):
             self._begin_stop()
             return False
         self._launch(members)
