@@ -263,7 +263,7 @@ class Controller:
                 self.stopped_at[node] = seconds(self.since)
 
     def _judged(self, launch: LaunchedGeneration) -> LaunchedGeneration:
-        """Return what the rule is told of a launch, less what is broken."""
+        """Return the record of a launch as the rule gets it, less what is broken."""
         zero, times = timedelta(0), self.job.policy.timeouts
         match self.broken:
             case Broken.POLICY_OF_NOW:

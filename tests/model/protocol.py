@@ -97,7 +97,7 @@ class Broken(StrEnum):
     SWEPT_STATE = "ranks whose files were removed are neither found nor counted"
     WALL_CLOCK = "the wait is measured by a clock that people may set"
     STOPPED_CLOCK = "a clock that stood still is never compared with a peer's"
-    GOES_ON_ALONE = "ranks go on though nobody watches and no peer knows their generation any more"
+    GOES_ON_ALONE = "ranks go on without a watcher when no peer knows their generation any more"
     OLD_STAMPS = "a stamp from before a clock stood still counts as it is"
     NO_SERVER = "a token does not name the server that it comes from"
 
@@ -135,7 +135,7 @@ class Keeper:
     stand_stills: list[tuple[float, float]] = field(default_factory=list)
     """The clock when it was found out that it had stood still, and for how long."""
     alone_since: float = -NEVER
-    """When it could see that no peer knows this generation any more, and that nobody watches it."""
+    """Since when no peer knows this generation any more and no watcher is connected."""
 
     @property
     def leased_until(self) -> float:
@@ -274,7 +274,7 @@ class Node:
         return Answer(superseded, alive, alive and lease.renewed and clock < lease.leased_until, clock)
 
     def lacks(self, g: int) -> bool:
-        """Whether nothing of a generation lives here, so that whoever asks is refused."""
+        """Return whether nothing of a generation lives here, so that a peer that asks is refused."""
         return not any(k.generation == g and k.server == 0 and k.state is not State.GONE for k in self.keepers)
 
     def asks(self, keeper: Keeper, now: float) -> bool:
@@ -325,7 +325,7 @@ class Node:
         return stamp - sum(stood for at, stood in keeper.stand_stills if stamp < at)
 
     def see_alone(self, keeper: Keeper, now: float) -> None:
-        """Fence a generation of which no peer knows any more, and which nobody watches."""
+        """Fence a generation that no peer knows any more and that has no watcher."""
         if keeper.state is not State.RUNNING or keeper.lease is None or not keeper.lease.renewed or not keeper.lease.fences:
             return
         keeper.alone_since = min(keeper.alone_since, now)

@@ -10,7 +10,7 @@ LONGEST_WAIT = 90  # ticks; the longest wait of the model is 82
 LEASE, VALID_FOR = int(USUAL.lease), int(USUAL.valid_for)
 
 ALIVE_ALONE = int(USUAL.lease + USUAL.fence_after + USUAL.stop_grace) + 1
-"""Ticks that ranks live at most when nobody prolongs them."""
+"""Ticks that ranks live at most when nothing prolongs their lease."""
 
 Story = Callable[[World], None]
 

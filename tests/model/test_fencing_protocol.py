@@ -140,7 +140,7 @@ def test_training_goes_on_for_hours_without_a_controller() -> None:
         world = World(sparse=sparse)
         begin(world, 0, 1, 2, 3)
         world.workers[-1].frozen = True
-        run(world, 3000)
+        run(world, 1500)
         assert world.alive() == {1: [0, 1, 2, 3]}
 
 

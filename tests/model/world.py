@@ -44,7 +44,7 @@ class End(Enum):
     REPORT = auto()
     """It returns: with what it knows of silent nodes, or with what failed."""
     CANCEL = auto()
-    """A person's order, or another shard's report: nothing of what it knows is told."""
+    """A person's order, or another shard's report: what it knows is lost."""
     REFUSED = auto()
     """A node refused to start."""
 
