@@ -48,6 +48,7 @@ from recovery.launches import (
     prove_stopped,
     reserve_launch,
     settle_failed_launch,
+    settle_given_up_launch,
 )
 from recovery.leaving import clock, may_answer_leave, wanted
 from recovery.model import (
@@ -84,7 +85,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         # Whatever was decided since: what was ordered may have reached a node.
         return reserve_launch(job, event.launch)
     if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
-        return job
+        return _absorb_late(job, event)
     match event:
         case NodesAcquired():
             return _acquired(job, event, now)
@@ -163,6 +164,17 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _notice(job, f"{event.name} was not understood: {event.because}")
         case CancelRequested():
             return job
+        case _:
+            return job
+
+
+def _absorb_late(job: JobState, event: Event) -> JobState:
+    """Take in what is said of a generation that was given up: only whether its ranks may be alive."""
+    match event:
+        case Launched():
+            return settle_given_up_launch(job, event.generation, started=True)
+        case LaunchFailed() | LaunchRefused():
+            return settle_given_up_launch(job, event.generation, started=event.started)
         case _:
             return job
 

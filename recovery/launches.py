@@ -22,21 +22,26 @@ def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> Jo
         generation: Which launch.
         started: Whether an order to start was sent to some node. If not, no rank of it exists.
     """
-    own = job.submission, generation
-    if not started:
-        return replace(job, launched=tuple(one for one in job.launched if _key(one) != own))
-    nodes = tuple(slot.node for slot in job.slots)
-    if not any(_key(one) == own for one in job.launched):
+    if started and _reserved(job, generation) is None:
+        nodes = tuple(slot.node for slot in job.slots)
         job = reserve_launch(job, plan_generation(job, generation, nodes))
-    return replace(job, maybe_alive=tuple(dict.fromkeys((*job.maybe_alive, *nodes))))
+    return settle_given_up_launch(job, generation, started=started)
+
+
+def settle_given_up_launch(job: JobState, generation: int, *, started: bool) -> JobState:
+    """Record what a launch has left behind whose end came when the job did something else already."""
+    launch = _reserved(job, generation)
+    if launch is None:
+        return job
+    if not started:
+        return replace(job, launched=tuple(one for one in job.launched if one is not launch))
+    return replace(job, maybe_alive=tuple(dict.fromkeys((*job.maybe_alive, *launch.nodes))))
 
 
 def complete_launch(job: JobState, generation: int) -> JobState:
     """Record that ranks run on every node of a launch. The older ones were stopped for it."""
-    own = job.submission, generation
     nodes = tuple(slot.node for slot in job.slots)
-    reserved = next((one for one in job.launched if _key(one) == own), None)
-    launch = reserved or plan_generation(job, generation, nodes)
+    launch = _reserved(job, generation) or plan_generation(job, generation, nodes)
     return replace(job, maybe_alive=nodes, launched=(replace(launch, complete=True),))
 
 
@@ -77,6 +82,11 @@ def forget_node(job: JobState, node: str) -> JobState:
         lost=tuple(lost for lost in job.lost if lost.node != node),
         launched=_living(launched),
     )
+
+
+def _reserved(job: JobState, generation: int) -> LaunchedGeneration | None:
+    own = job.submission, generation
+    return next((one for one in job.launched if _key(one) == own), None)
 
 
 def _key(launch: LaunchedGeneration) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import pytest
 
 from recovery.claim import claim, give_back, is_known_by
 from recovery.events import (
+    Answered,
     FaultObserved,
     Launched,
     LaunchFailed,
@@ -41,7 +42,7 @@ from recovery.fencing import (
 )
 from recovery.fleet.messages import Place
 from recovery.fleet.model import ClaimRecord
-from recovery.model import JobState, LaunchedGeneration, Relaunch, Slot, Wait
+from recovery.model import JobState, LaunchedGeneration, Phase, Relaunch, Slot, Wait
 from tests.recovery.builders import T0, at, exited, new_job, play, policy, running, step
 
 LEASE, FENCE, GRACE, VALID = 60.0, 20.0, 5.0, 90.0
@@ -180,6 +181,26 @@ def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> Non
     refused = LaunchRefused(1, (NodeRefusal("n2", "cannot_start", "no memory"),), started=True)
     after = absorb(job, refused, T0)
     assert (after.maybe_alive, [one.nodes for one in after.launched]) == (("n1", "n2"), [("n1", "n2")])
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_alive(started: bool) -> None:
+    alive = {"n1", "n2"} if started else set()
+    reserved = replace(ordered(), maybe_alive=(), phase=Phase.LAUNCHING)
+    by_person = step(reserved, Answered("take-over", "wait", "ada"))[0]
+    later = replace(reserved, generation=3)
+    for job in (by_person, later):
+        refused = LaunchRefused(2, (NodeRefusal("n2", "held", "it is examined"),), started)
+        failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
+        done = (Launched(2, T0, T0),) if started else ()
+        for event in (refused, failed, *done):
+            after = absorb(job, event, T0)
+            assert set(after.maybe_alive) == alive
+            assert after.lost == ()
+            assert [one.generation for one in after.launched] == ([1, 2] if started else [1])
+    assert absorb(later, Launched(1, T0, T0), T0).launched == later.launched
+    nothing = replace(later, launched=())
+    assert absorb(nothing, Launched(2, T0, T0), T0) == nothing, "nothing was ordered of which it could be the end"
 
 
 def test_a_node_that_may_still_take_the_order_has_been_silent_for_less_than_nothing() -> None:
