@@ -13,7 +13,7 @@ from functools import cache
 
 import recovery.fencing
 from activities.stopping import StopRanksInput, launched_generations
-from recovery.claim import give_back
+from recovery.claim import as_it_is, give_back, is_known_by
 from recovery.events import (
     Event,
     Launched,
@@ -30,6 +30,8 @@ from recovery.events import (
 )
 from recovery.evolve import absorb
 from recovery.fencing import fences, living_generations, peers_of, plan_generation, safe_launch_at, will_fence
+from recovery.fleet.messages import Place as FleetPlace
+from recovery.fleet.model import ClaimRecord
 from recovery.model import JobState, LaunchedGeneration, Phase, Slot
 from recovery.places import Place, StartedPlaces, find_doubt, limit_places, record_places
 from recovery.policy import Policy, preset
@@ -80,6 +82,8 @@ class Controller:
         """By how much people have set the wall clock ahead, in ticks."""
         self.heard_at: dict[str, float] = {}
         """When lost nodes were heard last, by the wall clock."""
+        self.claimed = ClaimRecord(give_back(self.job, 0))
+        """What the fleet knows of the job."""
         self.places: tuple[StartedPlaces, ...] = ()
         self.since, self.wall_then = 0.0, 0.0
         """When the present attempt to stop began, and how far ahead the wall clock was."""
@@ -108,8 +112,16 @@ class Controller:
         g = self.job.generation + 1
         self.job = replace(self.job, generation=g, slots=slots)
         launch = plan_generation(self.job, g, nodes)
+        self._claim(launch)
         self._take(LaunchOrdered(g, launch), now)
         return launch
+
+    def _claim(self, launch: LaunchedGeneration) -> None:
+        """Tell the fleet, where it does not know yet on which nodes this goes on, and by which times."""
+        granted = {place.node for place in self.claimed.granted or ()}
+        if granted != set(launch.nodes) or not is_known_by(self.claimed.claim.launched, launch):
+            places = tuple(FleetPlace(node, node) for node in launch.nodes)
+            self.claimed = ClaimRecord(as_it_is(self.job, 0, launch.nodes), granted=places)
 
     def may_launch_in_place(self, nodes: int) -> bool:
         """Whether ranks that do not fence would be taken for part of a gang that does."""
@@ -163,19 +175,16 @@ class Controller:
 
     def resubmit(self, reachable: Iterable[int], *, new_fleet: bool, now: float) -> None:
         """Begin with what the fleet says of ranks of the submission before, which was terminated."""
-        before, places = self.job, self.places
-        told = give_back(before, 0)
-        self.job = replace(self._submitted(before.submission + 1), generation=before.generation)
+        known = self.claimed
+        holding, launched = tuple(place.node for place in known.places), known.launched
+        self.job = replace(self._submitted(self.job.submission + 1), generation=self.job.generation)
+        self.claimed = ClaimRecord(give_back(self.job, 0), inherited=known.places, inherited_launched=launched)
         self.heard_at.clear()
-        holding = tuple(place.node for place in told.holds)
-        if new_fleet and self.broken is Broken.NEW_FLEET:
-            holding = tuple(node for node in holding if int(node) in set(reachable))
-        launched = told.launched
+        self.places = ()
         if self.broken is Broken.TIMES_OF_OTHERS:
             launched = tuple(plan_generation(replace(self.job, submission=one.submission), one.generation, one.nodes) for one in launched)
         if new_fleet and self.broken is Broken.NEW_FLEET:
-            launched = ()
-        self.places = () if self.broken is Broken.PLACES_OF_OTHERS else places
+            holding, launched = tuple(node for node in holding if int(node) in set(reachable)), ()
         if holding:
             self._take(RanksFound(holding, launched), now)
 

@@ -83,7 +83,6 @@ class Broken(StrEnum):
     FIRST_STOP = "the fence wait starts at the first proven stop, not at the last"
     OWN_LEASE_ONLY = "a lost node's wait leaves out the leases of the others that are not stopped"
     ANY_PLACE = "any machine that answers to a node's name proves its ranks gone"
-    PLACES_OF_OTHERS = "a resubmission is not told where older ranks were started"
     RENEWS_LOST = "a watch renews the lease of a node that its job counts as lost"
     PREPARED_AGAIN = "a later attempt starts ranks on nodes that had to be prepared again"
     LAST_ATTEMPT = "whether ranks were started is what the last attempt of a launch says"

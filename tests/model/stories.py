@@ -525,7 +525,6 @@ STORIES: dict[Broken, Story] = {
     Broken.WALL_CLOCK: the_wall_clock_is_set_ahead,
     Broken.LAST_ATTEMPT: the_first_attempt_started_ranks,
     Broken.REFUSED_UNKNOWN: one_starts_and_one_refuses,
-    Broken.PLACES_OF_OTHERS: a_job_is_submitted_again_and_the_name_leads_elsewhere,
     Broken.ANY_PLACE: another_machine_answers_to_the_name,
     Broken.PREPARED_AGAIN: a_launch_is_repeated_at_another_machine,
     Broken.SWEPT_STATE: the_files_of_a_living_job_are_removed,
@@ -586,14 +585,15 @@ def a_living_node_is_declared_dead(world: World) -> None:
     recover(world, 0, 2)
 
 
-LIMITS: dict[Limit, tuple[Story, int | None]] = {
-    Limit.OVERSLEPT: (a_node_wakes_beside_the_next_generation, 1),
-    Limit.CLOCK_STOOD: (a_machine_paused_with_its_clock_finds_no_peer, ALIVE_ALONE),
-    Limit.BOTH_STOPPED: (keeper_and_guard_are_stopped, None),
-    Limit.PLACE_UNKNOWN: (a_launch_is_cancelled_and_a_name_leads_elsewhere, ALIVE_ALONE),
-    Limit.DECLARED_DEAD: (a_living_node_is_declared_dead, ALIVE_ALONE),
-}
-"""Each with the ticks that it lasts at most; None: until the node goes on."""
+LIMITS: tuple[tuple[Limit, Story, int | None], ...] = (
+    (Limit.OVERSLEPT, a_node_wakes_beside_the_next_generation, 1),
+    (Limit.CLOCK_STOOD, a_machine_paused_with_its_clock_finds_no_peer, ALIVE_ALONE),
+    (Limit.BOTH_STOPPED, keeper_and_guard_are_stopped, None),
+    (Limit.PLACE_UNKNOWN, a_launch_is_cancelled_and_a_name_leads_elsewhere, ALIVE_ALONE),
+    (Limit.PLACE_UNKNOWN, a_job_is_submitted_again_and_the_name_leads_elsewhere, ALIVE_ALONE),
+    (Limit.DECLARED_DEAD, a_living_node_is_declared_dead, ALIVE_ALONE),
+)
+"""Each with the ticks that it lasts at most where the node is cut off; None: until the node goes on."""
 
 WORLDS: Mapping[Story, Mapping[str, Any]] = {
     the_lost_ask_in_a_chain: {"sparse": True},

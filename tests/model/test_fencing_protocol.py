@@ -88,10 +88,13 @@ def test_a_removed_state_folder_is_harmless_by_two_rules(broken: Broken) -> None
     the_state_folder_is_removed(world_for(the_state_folder_is_removed, broken))
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(limit: Limit) -> None:
+def test_every_limit_has_a_story() -> None:
+    assert {limit for limit, _, _ in LIMITS} == set(Limit)
+
+
+@pytest.mark.parametrize(("limit", "story", "longest"), LIMITS, ids=lambda value: value.name.lower() if isinstance(value, Limit) else "")
+def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(limit: Limit, story: Story, longest: int | None) -> None:
     """Two tokens are alive where the limit is not left out of the check, and for no longer than it says."""
-    story, longest = LIMITS[limit]
     world = world_for(story, None)
     world.limits.discard(limit)
     with pytest.raises(AssertionError, match=VIOLATION):

@@ -34,7 +34,7 @@ class Limit(StrEnum):
     OVERSLEPT = "a node that slept as a whole writes until its keeper is scheduled for the first time"
     CLOCK_STOOD = "a machine paused with its clock that finds no peer does not know how late it is"
     BOTH_STOPPED = "keeper and guard are both stopped, and the ranks are not"
-    PLACE_UNKNOWN = "a launch was given up whose worker could not say where, and a name leads elsewhere now"
+    PLACE_UNKNOWN = "a name leads elsewhere, and where ranks were started has been lost with a worker or a job"
     DECLARED_DEAD = "a person has declared a node dead whose ranks are alive"
 
 
@@ -105,7 +105,7 @@ class Launch:
     dead: set[int] = field(default_factory=set)
     """Machines that a person has declared dead."""
     is_unplaced: bool = False
-    """It was given up, and where it was prepared has not been said."""
+    """Where it was prepared is not known: it was given up without a word, or its job was terminated."""
     misjudged: set[int] = field(default_factory=set)
     """Machines for which another one has answered, when it was not known where ranks were started."""
 
@@ -308,6 +308,8 @@ class World:
         cut = self.cut_in | self.cut_out
         reachable = [n for n in range(NODES) if self.nodes[self.at[n]].awake and self.at[n] not in cut]
         self.controller.resubmit(reachable, new_fleet=new_fleet, now=self.now)
+        for launch in self.launches.values():
+            launch.is_unplaced = True
         self._begin_stop()
 
     def declare_dead(self, n: int) -> None:
