@@ -100,6 +100,13 @@ def the_lost_ask_in_a_chain(world: World) -> None:
     recover(world, 0)
 
 
+def all_but_one_of_eighteen_are_lost(world: World) -> None:
+    """One more than all can ask all: the last of them is two questions away from the node that was stopped."""
+    begin(world, *range(18))
+    lose(world, *range(1, 18))
+    recover(world, 0)
+
+
 def an_old_watcher_heard_it_last(world: World) -> None:
     begin(world, 0, 1)
     run(world, 10)
@@ -535,7 +542,10 @@ STORIES: dict[Broken, Story] = {
     Broken.OLD_STAMPS: a_renewal_from_before_the_pause_arrives,
     Broken.NO_SERVER: another_server_has_a_job_of_the_name,
 }
-MORE: tuple[tuple[Broken, Story], ...] = ((Broken.ANY_PLACE, two_machines_change_names),)
+MORE: tuple[tuple[Broken, Story], ...] = (
+    (Broken.NO_HOPS, all_but_one_of_eighteen_are_lost),
+    (Broken.ANY_PLACE, two_machines_change_names),
+)
 """Other ways around a rule that has a story already."""
 
 # What the protocol cannot prevent.
@@ -597,6 +607,7 @@ LIMITS: tuple[tuple[Limit, Story, int | None], ...] = (
 
 WORLDS: Mapping[Story, Mapping[str, Any]] = {
     the_lost_ask_in_a_chain: {"sparse": True},
+    all_but_one_of_eighteen_are_lost: {"rates": (1.0,) * 18},
     a_single_node_without_a_fence_is_lost: {"fences": False},
     the_policy_says_now_that_ranks_fence: {"fences": False},
     the_last_witness_vouches_until_its_own_stop: {"times": PATIENT},
