@@ -297,7 +297,7 @@ class Gang:
         sent = _within(MOST_WORDS, tuple(observation for observation, _ in ordered[:MOST_OBSERVATIONS]))
         first = min(observation.at for observation, _ in self._faults)
         silent, unheard = self._silent(), self._unheard_lost()
-        return FaultObserved(self.generation, sent, len(ordered) - len(sent), first, silent, unheard)
+        return FaultObserved(self.generation, sent, len(ordered) - len(sent), first, silent, unheard=unheard)
 
     def _silent(self) -> tuple[tuple[str, timedelta], ...]:
         """Nodes that have not spoken lately and are not reported lost, and for how long."""
@@ -349,7 +349,7 @@ class Gang:
             return None
         steps = {rank: value for view in self._nodes.values() for rank, value in view.steps.items() if rank not in view.exited}
         slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:SLOWEST_NAMED]
-        return RanksHung(self.generation, tuple(slowest), because, now, self._silent(), self._unheard_lost())
+        return RanksHung(self.generation, tuple(slowest), because, now, self._silent(), unheard=self._unheard_lost())
 
     def _late_for_exit(self, now: datetime) -> str | None:
         """The exit barrier: once one rank has finished, the others must finish or advance."""

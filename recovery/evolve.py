@@ -345,7 +345,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
         because = "it was silent when its gang failed"
-        silent = tuple(LostNode(node, now - age, because, age) for node, age in fault.silent if node not in known)
+        silent = tuple(LostNode(node, now - age, because, unheard_for=age) for node, age in fault.silent if node not in known)
         job = replace(job, lost=(*job.lost, *silent))
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step
@@ -358,7 +358,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
 
 
 def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
-    gone = LostNode(event.node, now - event.unheard_for, event.because, event.unheard_for)
+    gone = LostNode(event.node, now - event.unheard_for, event.because, unheard_for=event.unheard_for)
     lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
     diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
     return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
@@ -382,7 +382,7 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
     job = settle_failed_launch(job, event.generation, started=event.started)
     known, wait = set(job.lost_names), event.may_start_within
     silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
-    newly = tuple(LostNode(node, now + wait, event.because, -wait) for node in silent)
+    newly = tuple(LostNode(node, now + wait, event.because, unheard_for=-wait) for node in silent)
     job = replace(job, lost=(*job.lost, *newly))
     return open_incident(job, diagnose(job, event), now, now)
 

@@ -55,7 +55,8 @@ def living_generations(job: JobState) -> tuple[LaunchedGeneration, ...]:
         return job.launched
     nodes = job.maybe_alive or tuple(slot.node for slot in job.slots)
     judged = plan_generation(job, job.generation, nodes)
-    return (replace(judged, size=max(len(nodes), job.spec.node_count)),)
+    size = max(len(nodes), job.spec.node_count)
+    return (replace(judged, size=size, complete=job.launched_at is not None),)
 
 
 def running_timeouts(job: JobState) -> Timeouts:
@@ -159,9 +160,12 @@ def safe_launch_at(
             continue
         if not one.fences or len(unproven) == len(one.nodes):
             return None
-        # An order that is on its way may start ranks, whose first lease runs from then on.
-        unheard = since if one.complete else since + one.valid_for.total_seconds()
-        leased = [last_heard.get(n, unheard) + one.lease.total_seconds() for n in unproven]
+        heard = [last_heard.get(n, since) for n in unproven]
+        if not one.complete:
+            # An order that is on its way may start ranks, whose first lease runs from then on. An
+            # older silence says nothing of them.
+            heard = [max(moment, since + one.valid_for.total_seconds()) for moment in heard]
+        leased = [moment + one.lease.total_seconds() for moment in heard]
         stopped = [stopped_at[n] for n in one.nodes if n in stopped_at]
         last = max(since, *leased, *stopped)
         safe_at = max(safe_at, last + fence_wait(one, one.size).total_seconds())

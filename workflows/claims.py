@@ -90,7 +90,7 @@ class Claims:
         if grant.kind == "granted":
             self._more, self.fewer = grant.places, grant.fewer
         if grant.holding:
-            self._tell(RanksFound(grant.holding, grant.launched))
+            self._tell(RanksFound(grant.holding, launched=grant.launched))
         self._tell(NodesGranted(generation, tuple(place.node for place in grant.places)))
 
     @property
@@ -144,7 +144,7 @@ class Claims:
                 await self._ask(keep, unwanted, queue=grant.kind == "yield")
             waits = True
         if grant.holding:
-            self._tell(RanksFound(grant.holding, grant.launched))
+            self._tell(RanksFound(grant.holding, launched=grant.launched))
             await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job().maybe_alive))
         return keep_places(self._job().slots if keep else (), grant.places)
 
@@ -185,7 +185,7 @@ class Claims:
             self._answers.append(grant)
         elif grant.holding:
             # It had all that it wanted; what is new is where older ranks live. They are stopped with the next launch, or at the end.
-            self._tell(RanksFound(grant.holding, grant.launched))
+            self._tell(RanksFound(grant.holding, launched=grant.launched))
 
     def _as_it_is(self, seq: int) -> Claim:
         return as_it_is(self._job(), seq, self.nodes)

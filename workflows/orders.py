@@ -129,7 +129,7 @@ async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str) -> La
 def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
     """What a launch came to: refused beats unreachable beats success, shard by shard."""
     if refusals := tuple(refusal for output in outputs for refusal in output.refusals):
-        return LaunchRefused(token.generation, refusals, any(output.start_sent for output in outputs))
+        return LaunchRefused(token.generation, refusals, started=any(output.start_sent for output in outputs))
     if unreachable := tuple(node for output in outputs for node in output.unreachable):
         started = any(output.start_sent for output in outputs)
         because = next(output.because for output in outputs if output.unreachable)

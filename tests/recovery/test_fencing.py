@@ -103,7 +103,9 @@ def test_a_node_stopped_before_is_proof_and_each_generation_is_judged_by_itself(
 def test_a_launch_that_did_not_end_may_start_ranks_as_long_as_its_order_is_valid() -> None:
     half = launched("n1", "n2", complete=False)
     assert safe_launch_at([half], 0.0, {"n1": 1.0}, {}) == VALID + LEASE + WAIT
-    assert safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0}) == LEASE - 10.0 + WAIT
+    older = safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": -10.0})
+    assert older == VALID + LEASE + WAIT, "how long it was silent before says nothing of an order that is on its way"
+    assert safe_launch_at([half], 0.0, {"n1": 1.0}, {"n2": VALID + 1.0}) == VALID + 1.0 + LEASE + WAIT
 
 
 def test_a_stop_travels_as_many_hops_as_the_launched_size_takes() -> None:
@@ -233,7 +235,7 @@ def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None
 def test_a_state_without_launches_is_judged_by_its_policy() -> None:
     old = replace(running(), launched=())
     (judged,) = living_generations(old)
-    assert (judged.nodes, judged.size, judged.lease, judged.complete) == (("n1", "n2"), 2, timedelta(seconds=60), False)
+    assert (judged.nodes, judged.size, judged.lease, judged.complete) == (("n1", "n2"), 2, timedelta(seconds=60), True)
     assert living_generations(new_job()) == ()
     (planned,) = living_generations(replace(new_job(), slots=(Slot("n7", ""),)))
     assert (planned.nodes, planned.size) == (("n7",), 2)
