@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum, auto
 
-from agent.lease import Lease, PeerClocks, Vouchers
+from agent.lease import Lease, PeerClocks, Standstills, Vouchers
 from recovery.fencing import FENCE_MARGIN
 from recovery.places import Place
 
@@ -131,8 +131,7 @@ class Keeper:
     clocks: PeerClocks = field(default_factory=PeerClocks)
     late_by: float = 0.0
     """For how long the clock has stood still since it was prepared, and that is not found out."""
-    stand_stills: list[tuple[float, float]] = field(default_factory=list)
-    """The clock when it was found out that it had stood still, and for how long."""
+    standstills: Standstills = field(default_factory=Standstills)
     alone_since: float = -NEVER
     """Since when no peer knows this generation any more and no watcher is connected."""
 
@@ -194,6 +193,11 @@ class Node:
     @property
     def place(self) -> Place:
         return Place(f"machine{self.machine}", f"boot{self.boot}", 0, f"state{self.state}")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether all that could kill ranks is stopped, and the ranks are not."""
+        return self.keeper_stopped and self.guard_stopped and self.supervisor_stopped
 
     def book(self, server: int) -> Book:
         return self.books.setdefault(self._server(server), Book())
@@ -313,15 +317,16 @@ class Node:
     def _stood_still(self, keeper: Keeper, stood: float, now: float) -> None:
         """Count for passed what the clock has left out."""
         assert keeper.lease is not None
-        keeper.stand_stills.append((self.clock(now), stood))
+        assert keeper.vouchers is not None
+        keeper.standstills.add(self.clock(now), stood)
+        keeper.vouchers.forget()
         keeper.lease.shift(stood)
-        keeper.vouchers = Vouchers(keeper.peers)
 
     def _since(self, keeper: Keeper, stamp: float) -> float:
         """Return a time of this clock as what it is worth after the clock stood still."""
         if self.broken is Broken.OLD_STAMPS:
             return stamp
-        return stamp - sum(stood for at, stood in keeper.stand_stills if stamp < at)
+        return keeper.standstills.correct(stamp)
 
     def see_alone(self, keeper: Keeper, now: float) -> None:
         """Fence a generation that no peer knows any more and that has no watcher."""
@@ -343,11 +348,11 @@ class Node:
             keeper.overslept = False
             if not self.keeper_stopped and not is_stuck:
                 self._act(keeper, clock)
-            elif not self.guard_stopped and not is_stuck and self.broken is not Broken.ONE_KEEPER:
+            elif not self.is_stopped and not is_stuck and self.broken is not Broken.ONE_KEEPER:
                 self._guard(keeper, clock)
 
     def _guard(self, keeper: Keeper, clock: float) -> None:
-        """Kill for a keeper that does not: a process beside it hears of all that prolongs the handle."""
+        """Kill for a keeper that does not: two processes beside it hear of all that prolongs the handle."""
         if keeper.state in ALIVE:
             begun = keeper.dead_by if keeper.state is State.STOPPING else -NEVER
             if clock >= min(begun, keeper.ends + keeper.times.stop_grace):
@@ -390,7 +395,7 @@ class Node:
 
     def go_on(self, now: float) -> None:
         """Have the processes that were stopped go on."""
-        if self.keeper_stopped and self.guard_stopped:
+        if self.is_stopped:
             self._oversleep(now)
         self.keeper_stopped = self.supervisor_stopped = self.guard_stopped = False
 

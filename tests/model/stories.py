@@ -569,9 +569,10 @@ def a_machine_paused_with_its_clock_finds_no_peer(world: World) -> None:
     world.check()
 
 
-def keeper_and_guard_are_stopped(world: World) -> None:
+def all_processes_but_the_ranks_are_stopped(world: World) -> None:
     begin(world, 0, 1)
-    world.nodes[1].keeper_stopped = world.nodes[1].guard_stopped = True
+    node = world.nodes[1]
+    node.keeper_stopped = node.guard_stopped = node.supervisor_stopped = True
     lose(world, 1)
     recover(world, 0, 2)
 
@@ -598,7 +599,7 @@ def a_living_node_is_declared_dead(world: World) -> None:
 LIMITS: tuple[tuple[Limit, Story, int | None], ...] = (
     (Limit.OVERSLEPT, a_node_wakes_beside_the_next_generation, 1),
     (Limit.CLOCK_STOOD, a_machine_paused_with_its_clock_finds_no_peer, ALIVE_ALONE),
-    (Limit.BOTH_STOPPED, keeper_and_guard_are_stopped, None),
+    (Limit.ALL_STOPPED, all_processes_but_the_ranks_are_stopped, None),
     (Limit.PLACE_UNKNOWN, a_launch_is_cancelled_and_a_name_leads_elsewhere, ALIVE_ALONE),
     (Limit.PLACE_UNKNOWN, a_job_is_submitted_again_and_the_name_leads_elsewhere, ALIVE_ALONE),
     (Limit.DECLARED_DEAD, a_living_node_is_declared_dead, ALIVE_ALONE),

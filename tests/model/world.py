@@ -33,7 +33,7 @@ class Limit(StrEnum):
 
     OVERSLEPT = "a node that slept as a whole writes until its keeper is scheduled for the first time"
     CLOCK_STOOD = "a machine paused with its clock that finds no peer does not know how late it is"
-    BOTH_STOPPED = "keeper and guard are both stopped, and the ranks are not"
+    ALL_STOPPED = "keeper, guard and supervisor are all stopped, and the ranks are not"
     PLACE_UNKNOWN = "a name leads elsewhere, and where ranks were started has been lost with a worker or a job"
     DECLARED_DEAD = "a person has declared a node dead whose ranks are alive"
 
@@ -487,7 +487,7 @@ class World:
             return Limit.PLACE_UNKNOWN
         if keeper.late_by > LATE and self.now <= keeper.alone_since + keeper.times.stop_grace + 1:
             return Limit.CLOCK_STOOD
-        return Limit.BOTH_STOPPED if node.keeper_stopped and node.guard_stopped else None
+        return Limit.ALL_STOPPED if node.is_stopped else None
 
     def check(self) -> None:
         alive = self.alive()
