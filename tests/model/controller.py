@@ -117,7 +117,7 @@ class Controller:
         return launch
 
     def _claim(self, launch: LaunchedGeneration) -> None:
-        """Tell the fleet, where it does not know yet on which nodes this goes on, and by which times."""
+        """Tell the fleet the nodes and the times of a launch, where it does not know them yet."""
         granted = {place.node for place in self.claimed.granted or ()}
         if granted != set(launch.nodes) or not is_known_by(self.claimed.claim.launched, launch):
             places = tuple(FleetPlace(node, node) for node in launch.nodes)
@@ -164,7 +164,7 @@ class Controller:
         self._take(NodeReturned(self.job.generation, str(n)), now)
 
     def hung(self, silent: Mapping[int, float], unheard: Mapping[int, float], now: float) -> None:
-        """Take a report that training stands still, with nodes that are silent and those that were lost before."""
+        """Take a report of a hang, with silent nodes and those that were lost before."""
         for n, age in silent.items():
             self.heard_at[str(n)] = now + self.wall - age
         ages = [tuple((str(n), duration(age)) for n, age in one.items()) for one in (silent, unheard)]
@@ -174,7 +174,7 @@ class Controller:
         self._take(NodeDeclaredDead(str(n), "a person", "it burns"), now)
 
     def resubmit(self, reachable: Iterable[int], *, new_fleet: bool, now: float) -> None:
-        """Begin with what the fleet says of ranks of the submission before, which was terminated."""
+        """Begin with what the fleet says of the ranks of a terminated submission."""
         known = self.claimed
         holding, launched = tuple(place.node for place in known.places), known.launched
         self.job = replace(self._submitted(self.job.submission + 1), generation=self.job.generation)

@@ -357,7 +357,7 @@ def walk(broken: Broken | None, seed: int, steps: int) -> World:
         (2, lambda: world.workers, lambda: machine.zombie_works(chance.randint(1, 4), sub_steps())),
         (1, lambda: world.workers, lambda: machine.a_fault_is_gathered(flip())),
     ]
-    # Each walk leaves out about half of what may happen, so that what it does happens often enough to meet.
+    # Each walk leaves out about half of what may happen, so that the rest happens often.
     weights = [weight * (index in ALWAYS or flip()) for index, (weight, _, _) in enumerate(rules)]
     for _ in range(steps):
         _, possible, do = chance.choices(rules, weights)[0]

@@ -277,7 +277,7 @@ class Node:
         return Answer(superseded, alive, alive and lease.renewed and clock < lease.leased_until, clock)
 
     def lacks(self, g: int) -> bool:
-        """Return whether nothing of a generation lives here, so that a peer that asks is refused."""
+        """Return whether nothing of a generation lives here: a peer that asks is refused."""
         return not any(k.generation == g and k.server == 0 and k.state is not State.GONE for k in self.keepers)
 
     def asks(self, keeper: Keeper, now: float) -> bool:
@@ -306,7 +306,7 @@ class Node:
             keeper.lease.vouched(vouched)
 
     def compare_clock(self, keeper: Keeper, peer: int, asked: float, answer: Answer, now: float) -> None:
-        """Take a peer's clock, read while the question `asked` was open, for how much time has passed."""
+        """Compare clocks with a peer, whose clock was read while the question was open."""
         at = (seconds(asked), seconds(self.clock(now)), seconds(answer.clock))
         stood = keeper.clocks.compare(str(peer), *at) / seconds(1)
         if stood > 0.0:
@@ -352,7 +352,7 @@ class Node:
                 self._guard(keeper, clock)
 
     def _guard(self, keeper: Keeper, clock: float) -> None:
-        """Kill for a keeper that does not: two processes beside it hear of all that prolongs the handle."""
+        """Kill for a keeper that does not: guard and supervisor know the deadline, too."""
         if keeper.state in ALIVE:
             begun = keeper.dead_by if keeper.state is State.STOPPING else -NEVER
             if clock >= min(begun, keeper.ends + keeper.times.stop_grace):
@@ -437,7 +437,7 @@ class Node:
         return 0 if self.broken is Broken.NO_SERVER else server
 
     def _highest(self, server: int) -> int:
-        """Return the highest generation that was prepared: the files say it, or a keeper that lives."""
+        """Return the highest generation prepared, by the files or by a keeper that lives."""
         living = [k.generation for k in self._of(server) if not k.hidden and k.state is not State.GONE]
         return max(self.book(server).prepared, *living, 0)
 

@@ -94,14 +94,14 @@ def every_node_is_lost(world: World) -> None:
 
 
 def the_lost_ask_in_a_chain(world: World) -> None:
-    """Each asks two: 0 asks 1, 1 asks 2 and 3, 2 asks 0 and 1, 3 asks 2. Only 2 notices at once that 0 was stopped."""
+    """0 asks 1, 1 asks 2 and 3, 2 asks 0 and 1, 3 asks 2: only 2 sees at once that 0 was stopped."""
     begin(world, 0, 1, 2, 3)
     lose(world, 1, 2, 3)
     recover(world, 0)
 
 
 def all_but_one_of_eighteen_are_lost(world: World) -> None:
-    """One more than all can ask all: the last of them is two questions away from the node that was stopped."""
+    """Too many for all to ask all: some are two questions away from the node that was stopped."""
     begin(world, *range(18))
     lose(world, *range(1, 18))
     recover(world, 0)
@@ -287,7 +287,7 @@ def the_last_witness_vouches_until_its_own_stop(world: World) -> None:
 
 
 def the_vouching_node_is_silent_itself(world: World) -> None:
-    """1 was lost long ago; 2, silent since the stop only, vouches for it until its own lease has run out."""
+    """1 was lost long ago; 2, silent since the stop, vouches for it while its lease runs."""
     begin(world, 0, 1, 2)
     cut(world, 1)
     world.cut_peers |= {(0, 1), (1, 0)}
@@ -357,7 +357,7 @@ def the_wall_clock_is_set_ahead(world: World) -> None:
 
 
 def the_first_attempt_started_ranks(world: World) -> None:
-    """Both start, 1 is cut off before it answers, and the last attempt does not come to the second round."""
+    """Both start, 1 is cut off before it answers, and the last attempt sends no start."""
     world.launch((0, 1))
     run(world, 2)
     world.cut_out.add(1)
@@ -405,7 +405,7 @@ def a_job_is_submitted_again_and_the_name_leads_elsewhere(world: World) -> None:
 
 
 def a_launch_is_repeated_at_another_machine(world: World) -> None:
-    """1 has started, and its answer is lost; the next attempt prepares what answers to the name by then."""
+    """1 has started, its answer is lost, and the next attempt prepares another machine."""
     world.launch((0, 1))
     run(world, 2)
     world.cut_out.add(1)
@@ -604,7 +604,7 @@ LIMITS: tuple[tuple[Limit, Story, int | None], ...] = (
     (Limit.PLACE_UNKNOWN, a_job_is_submitted_again_and_the_name_leads_elsewhere, ALIVE_ALONE),
     (Limit.DECLARED_DEAD, a_living_node_is_declared_dead, ALIVE_ALONE),
 )
-"""Each with the ticks that it lasts at most where the node is cut off; None: until the node goes on."""
+"""Each with the most ticks that it lasts on a node that is cut off; None: until it goes on."""
 
 WORLDS: Mapping[Story, Mapping[str, Any]] = {
     the_lost_ask_in_a_chain: {"sparse": True},

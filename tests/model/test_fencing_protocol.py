@@ -1,7 +1,7 @@
-"""Searches interleavings of cuts, crashes, sleeps and zombie workers for two tokens of one job alive at once.
+"""Searches for two tokens of one job alive at once, under cuts, crashes, sleeps and zombie workers.
 
-What the protocol cannot prevent is in `LIMITS` (tests/model/stories.py): each is shown below, with how long it
-lasts. Nothing else is left out.
+What the protocol cannot prevent is in `LIMITS` (tests/model/stories.py): each is shown below, with
+how long it lasts. Nothing else is left out.
 """
 
 import os
@@ -94,7 +94,7 @@ def test_every_limit_has_a_story() -> None:
 
 @pytest.mark.parametrize(("limit", "story", "longest"), LIMITS, ids=lambda value: value.name.lower() if isinstance(value, Limit) else "")
 def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(limit: Limit, story: Story, longest: int | None) -> None:
-    """Two tokens are alive where the limit is not left out of the check, and for no longer than it says."""
+    """Two tokens are alive where the check does not leave it out, for no longer than it says."""
     world = world_for(story, None)
     world.limits.discard(limit)
     with pytest.raises(AssertionError, match=VIOLATION):

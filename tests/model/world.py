@@ -105,9 +105,9 @@ class Launch:
     dead: set[int] = field(default_factory=set)
     """Machines that a person has declared dead."""
     is_unplaced: bool = False
-    """Where it was prepared is not known: it was given up without a word, or its job was terminated."""
+    """Where it was prepared is not known: its worker died, or its job was terminated."""
     misjudged: set[int] = field(default_factory=set)
-    """Machines for which another one has answered, when it was not known where ranks were started."""
+    """Machines for which another one has answered while the place was not known."""
 
 
 class World:
@@ -213,7 +213,7 @@ class World:
         self.controller.prove(n, self.now)
 
     def misjudge(self, n: int, h: int, g: int) -> None:
-        """Note for which machines an answer of `h` is taken only because it is not known where ranks were started."""
+        """Note the machines for which an answer of `h` is taken as their place is not known."""
         for generation, launch in self.launches.items():
             if generation <= g and n in launch.members and not self.controller.knows_place(n, generation):
                 started = launch.hosts[launch.members.index(n)]
@@ -232,7 +232,7 @@ class World:
         self._launch(members)
 
     def launch_in_place(self, more: Iterable[int]) -> bool:
-        """Launch over all that may be alive, without a stop: every `prepare` is the proof of one."""
+        """Launch over all that may be alive without a stop: each `prepare` proves one."""
         self._end_worker(End.CANCEL)
         members = tuple(sorted({*map(int, self.controller.job.maybe_alive), *more}))
         if self.controller.lost_nodes or not self.controller.may_launch_in_place(len(members)):
@@ -392,7 +392,7 @@ class World:
                 self.send("renew", n, g, stamp)
 
     def _look_at_watch(self, watcher: Watcher) -> None:
-        """Let a watch report nodes that are back, or that have been silent for long; another takes over."""
+        """Let a watch report nodes that are back or silent for long; another takes over."""
         if watcher.gathers:
             return
         lost_after = self.controller.times.lost_after
@@ -441,7 +441,7 @@ class World:
             node.see_alone(keeper, self.now)
 
     def _is_refused(self, h: int, keeper: Keeper) -> bool:
-        """Whether some peer's machine can be reached, and nothing of this generation lives there."""
+        """Return whether some peer's machine is reached, and lacks this generation."""
         for peer in map(int, keeper.peers):
             node = self.nodes[peer]
             if node.awake and not {(h, peer), (peer, h)} & self.cut_peers and node.lacks(keeper.generation):
@@ -464,7 +464,7 @@ class World:
                 self.send("stop", n, self.newest)
 
     def alive(self) -> dict[int, list[int]]:
-        """Return the machines by the generation whose ranks run there, less what is past a limit."""
+        """Return the machines by the generation that runs there, less what is past a limit."""
         found: dict[int, list[int]] = {}
         for h, node in enumerate(self.nodes):
             for keeper in node.alive():
