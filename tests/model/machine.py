@@ -146,6 +146,24 @@ class Fencing(RuleBasedStateMachine):
         self.world.cut_out |= nodes
         self.world.cut_peers |= {(a, b) for a in EVERYONE for b in EVERYONE if (a in nodes) != (b in nodes)}
 
+    @rule(node=NODE, peer=NODE, before=st.integers(4, 30), after=st.integers(4, 16))
+    def lean_on_one_peer(self, node: int, peer: int, before: int, after: int) -> None:
+        """Let a node see one other only, which is lost to the controller for a while, too."""
+        world = self.world
+        world.cut_in.add(node)
+        world.cut_out.add(node)
+        others = [h for h in EVERYONE if h not in (node, peer)]
+        world.cut_peers |= {(node, h) for h in others} | {(h, node) for h in others}
+        self.time_passes(before)
+        self.cut(peer, "both")
+        if world.phase is not Phase.STOPPING:
+            world.give_up(End.CANCEL)
+        self.time_passes(after)
+        world.cut_in.discard(peer)
+        world.cut_out.discard(peer)
+        self.time_passes(2)
+        self.launch({0, 1, 2, 3} - {node})
+
     @rule(node=HOST, way=st.sampled_from(["in", "out", "both"]))
     def cut(self, node: int, way: str) -> None:
         if way != "out":
@@ -333,6 +351,7 @@ def walk(broken: Broken | None, seed: int, steps: int) -> World:
         (2, lambda: True, lambda: machine.change_policy(chance.choice(POLICIES), chance.random() < 0.75)),
         (1, lambda: True, lambda: machine.set_wall_clock(chance.choice((-60.0, 60.0)))),
         (3, lambda: True, lambda: machine.part(some())),
+        (2, lambda: True, lambda: machine.lean_on_one_peer(node(), node(), chance.randint(4, 30), chance.randint(4, 16))),
         (2, lambda: True, lambda: machine.cut(host(), chance.choice(["in", "out", "both"]))),
         (1, lambda: True, lambda: machine.cut_peers(host(), host())),
         (4, lambda: True, lambda: machine.mend(some(), flip())),
