@@ -143,7 +143,7 @@ class Controller:
     def launch_refused(self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float) -> None:
         started = bool(places) and self.broken is not Broken.REFUSED_UNKNOWN
         refusal = NodeRefusal(launch.nodes[0], "cannot_start", "no")
-        self._take(LaunchRefused(launch.generation, (refusal,), started), now)
+        self._take(LaunchRefused(launch.generation, (refusal,), started=started), now)
         self._record_places(self.places, places)
 
     def launch_cancelled(self, launch: LaunchedGeneration, places: Mapping[int, Place], now: float) -> None:
@@ -167,8 +167,8 @@ class Controller:
         """Take a report of a hang, with silent nodes and those that were lost before."""
         for n, age in silent.items():
             self.heard_at[str(n)] = now + self.wall - age
-        ages = [tuple((str(n), duration(age)) for n, age in one.items()) for one in (silent, unheard)]
-        self._take(RanksHung(self.job.generation, (), "it hangs", EPOCH, *ages), now)
+        ages, lost = (tuple((str(n), duration(age)) for n, age in one.items()) for one in (silent, unheard))
+        self._take(RanksHung(self.job.generation, (), "it hangs", EPOCH, silent=ages, unheard=lost), now)
 
     def declare_dead(self, n: int, now: float) -> None:
         self._take(NodeDeclaredDead(str(n), "a person", "it burns"), now)
@@ -186,7 +186,7 @@ class Controller:
         if new_fleet and self.broken is Broken.NEW_FLEET:
             holding, launched = tuple(node for node in holding if int(node) in set(reachable)), ()
         if holding:
-            self._take(RanksFound(holding, launched), now)
+            self._take(RanksFound(holding, launched=launched), now)
 
     @property
     def lost_nodes(self) -> frozenset[int]:
