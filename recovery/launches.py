@@ -25,11 +25,18 @@ def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> Jo
     if started and _reserved(job, generation) is None:
         nodes = tuple(slot.node for slot in job.slots)
         job = reserve_launch(job, plan_generation(job, generation, nodes))
-    return settle_given_up_launch(job, generation, started=started)
+    return _settle(job, generation, started=started)
 
 
 def settle_given_up_launch(job: JobState, generation: int, *, started: bool) -> JobState:
     """Record what a launch has left behind whose end came when the job did something else already."""
+    launch = _reserved(job, generation)
+    if launch is None or launch.complete or set(launch.nodes) - set(launch.stopped) <= set(job.maybe_alive):
+        return job  # it is known by now where its ranks may be
+    return _settle(job, generation, started=started)
+
+
+def _settle(job: JobState, generation: int, *, started: bool) -> JobState:
     launch = _reserved(job, generation)
     if launch is None:
         return job

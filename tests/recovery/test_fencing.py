@@ -200,7 +200,9 @@ def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_al
             assert set(after.maybe_alive) == alive
             assert after.lost == ()
             assert [one.generation for one in after.launched] == ([1, 2] if started else [1])
-    assert absorb(later, Launched(1, T0, T0), T0).launched == later.launched
+    assert absorb(later, Launched(1, T0, T0), T0) == later
+    known = replace(later, maybe_alive=("n1", "n2", "n9"))
+    assert absorb(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
     nothing = replace(later, launched=())
     assert absorb(nothing, Launched(2, T0, T0), T0) == nothing, "nothing was ordered of which it could be the end"
 
