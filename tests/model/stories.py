@@ -596,6 +596,16 @@ def a_living_node_is_declared_dead(world: World) -> None:
     recover(world, 0, 2)
 
 
+def a_node_declared_dead_vouches_for_another(world: World) -> None:
+    begin(world, 0, 1, 2)
+    cut(world, 2)
+    world.cut_peers |= {(0, 2), (2, 0)}
+    run(world, 30)
+    world.declare_dead(1)
+    cut(world, 1)
+    recover(world, 0, 3)
+
+
 LIMITS: tuple[tuple[Limit, Story, int | None], ...] = (
     (Limit.OVERSLEPT, a_node_wakes_beside_the_next_generation, 1),
     (Limit.CLOCK_STOOD, a_machine_paused_with_its_clock_finds_no_peer, ALIVE_ALONE),
@@ -603,6 +613,7 @@ LIMITS: tuple[tuple[Limit, Story, int | None], ...] = (
     (Limit.PLACE_UNKNOWN, a_launch_is_cancelled_and_a_name_leads_elsewhere, ALIVE_ALONE),
     (Limit.PLACE_UNKNOWN, a_job_is_submitted_again_and_the_name_leads_elsewhere, ALIVE_ALONE),
     (Limit.DECLARED_DEAD, a_living_node_is_declared_dead, ALIVE_ALONE),
+    (Limit.DECLARED_DEAD, a_node_declared_dead_vouches_for_another, ALIVE_ALONE),
 )
 """Each with the most ticks that it lasts on a node that is cut off; None: until it goes on."""
 
@@ -613,6 +624,7 @@ WORLDS: Mapping[Story, Mapping[str, Any]] = {
     the_policy_says_now_that_ranks_fence: {"fences": False},
     the_last_witness_vouches_until_its_own_stop: {"times": PATIENT},
     the_vouching_node_is_silent_itself: {"times": PATIENT},
+    a_node_declared_dead_vouches_for_another: {"times": PATIENT},
     a_machine_is_paused_with_its_clock: {"times": PATIENT},
     a_renewal_from_before_the_pause_arrives: {"times": PATIENT},
 }

@@ -31,7 +31,9 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 """Minutes instead of seconds: `HYPOTHESIS_PROFILE=deep pytest tests/model --timeout 3600`."""
 STEPS = 30
 VIOLATION = r"two tokens are alive|twice"
-FOUND: dict[Broken, int] = {}
+FOUND = {
+    Broken.ANY_PEER: 0,
+}
 """The first seed that finds it. For the other rules no walk in the first few hundred does; their stories stand alone."""
 
 

@@ -35,7 +35,7 @@ class Limit(StrEnum):
     CLOCK_STOOD = "a machine paused with its clock that finds no peer does not know how late it is"
     ALL_STOPPED = "keeper, guard and supervisor are all stopped, and the ranks are not"
     PLACE_UNKNOWN = "a name leads elsewhere, and where ranks were started has been lost with a worker or a job"
-    DECLARED_DEAD = "a person has declared a node dead whose ranks are alive"
+    DECLARED_DEAD = "a person has declared a node dead that lives, and vouches for others of its gang"
 
 
 class End(Enum):
@@ -102,8 +102,8 @@ class Launch:
     """Of the preparation whose ranks may have been started: the server was told before."""
     places: dict[int, Place] = field(default_factory=dict)
     """Where that was prepared."""
-    dead: set[int] = field(default_factory=set)
-    """Machines that a person has declared dead."""
+    declared_dead: bool = False
+    """A person has said so of one of its nodes."""
     is_unplaced: bool = False
     """Where it was prepared is not known: its worker died, or its job was terminated."""
     misjudged: set[int] = field(default_factory=set)
@@ -315,8 +315,7 @@ class World:
     def declare_dead(self, n: int) -> None:
         self.controller.declare_dead(n, self.now)
         for launch in self.launches.values():
-            if n in launch.members:
-                launch.dead.add(launch.hosts[launch.members.index(n)])
+            launch.declared_dead |= n in launch.members
 
     def may_launch(self) -> bool:
         if self.phase is not Phase.STOPPING:
@@ -479,7 +478,7 @@ class World:
 
     def _limit(self, h: int, node: Node, keeper: Keeper) -> Limit | None:
         launch = self.launches.get(keeper.generation)
-        if launch is not None and h in launch.dead:
+        if launch is not None and launch.declared_dead:
             return Limit.DECLARED_DEAD
         if keeper.overslept:
             return Limit.OVERSLEPT
