@@ -6,22 +6,33 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.model.protocol import Broken
-from tests.model.stories import LONGEST_WAIT
-from tests.model.world import Phase, World
+from tests.model.protocol import POLICIES, Broken, Times
+from tests.model.stories import LONGEST_WAIT, other_server_launches
+from tests.model.world import ELSEWHERE, NODES, End, Phase, Watcher, World
 
-NODE = st.integers(0, 3)
+NODE = st.integers(0, NODES - 1)
+HOST = st.integers(0, ELSEWHERE)
 SOME = st.sets(NODE, min_size=1)
-RATE = st.sampled_from([1.0, 127 / 128, 129 / 128])
+RATES = (1.0, 127 / 128, 129 / 128)
+RATE = st.sampled_from(RATES)
 STEPS = st.sampled_from([(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+ENDS = st.sampled_from(End)
+ALWAYS = (0, 1, 3)
+"""Of the rules of a walk: time, and launches."""
+EVERYONE = range(NODES + 1)
 
 
 class Fencing(RuleBasedStateMachine):
     broken: Broken | None = None
 
-    @initialize(rates=st.tuples(RATE, RATE, RATE, RATE), ring=st.booleans(), fences=st.sampled_from([True, True, True, False]))
-    def begin(self, rates: tuple[float, ...], ring: bool, fences: bool) -> None:
-        self.world = World(rates, ring=ring, fences=fences, broken=self.broken)
+    @initialize(
+        rates=st.tuples(RATE, RATE, RATE, RATE),
+        sparse=st.booleans(),
+        fences=st.sampled_from([True, True, True, False]),
+        times=st.sampled_from(POLICIES),
+    )
+    def begin(self, rates: tuple[float, ...], sparse: bool, fences: bool, times: Times) -> None:
+        self.world = World(rates, sparse=sparse, fences=fences, times=times, broken=self.broken)
         self.launch({0, 1, 2})
 
     @rule(ticks=st.integers(1, 12))
@@ -29,31 +40,47 @@ class Fencing(RuleBasedStateMachine):
         for _ in range(ticks):
             self.world.tick()
 
-    @rule(members=SOME)
-    def launch(self, members: set[int]) -> None:
+    def launch_safely(self, members: set[int], end: End = End.REPORT) -> None:
         """Give up what runs, wait as long as the rule says, and launch."""
         world = self.world
         if world.phase is not Phase.STOPPING:
-            world.give_up()
+            world.give_up(end)
         for _ in range(LONGEST_WAIT):
             if world.may_launch():
                 world.launch(tuple(sorted(members)))
                 break
-            world.tick()
-        for _ in range(4):
+            if world.waits_for_ever and not self.is_reached():
+                break
             world.tick()
 
-    @rule(nodes=SOME, ticks=st.integers(0, 8))
-    def lose_and_launch(self, nodes: set[int], ticks: int) -> None:
+    def is_reached(self) -> bool:
+        """Whether a node that is not proven stopped may answer."""
+        world = self.world
+        hosts = {world.at[n] for n in world.controller.waits_for}
+        return any(world.nodes[h].awake and h not in world.cut_in | world.cut_out for h in hosts)
+
+    @rule(members=SOME, end=ENDS)
+    def launch(self, members: set[int], end: End = End.REPORT) -> None:
+        self.launch_safely(members, end)
+        self.time_passes(4)
+
+    @precondition(lambda self: self.world.phase is not Phase.STOPPING)
+    @rule(more=SOME)
+    def launch_in_place(self, more: set[int]) -> None:
+        self.world.launch_in_place(more)
+        self.time_passes(4)
+
+    @rule(nodes=SOME, ticks=st.integers(0, 8), end=ENDS)
+    def lose_and_launch(self, nodes: set[int], ticks: int, end: End = End.REPORT) -> None:
         """Lose some nodes together and launch on the others: what every other rule is there to disturb."""
         self.part(nodes)
         self.time_passes(ticks)
-        self.launch({0, 1, 2, 3} - nodes or {3})
+        self.launch({0, 1, 2, 3} - nodes or {3}, end)
 
-    @rule(nodes=SOME, ticks=st.integers(0, 8))
-    def lose_asleep_and_launch(self, nodes: set[int], ticks: int) -> None:
+    @rule(nodes=SOME, ticks=st.integers(0, 8), clock_stands=st.booleans())
+    def lose_asleep_and_launch(self, nodes: set[int], ticks: int, clock_stands: bool) -> None:
         for node in sorted(nodes):
-            self.sleep(node, asking=True)
+            self.sleep(node, asking=True, clock_stands=clock_stands)
         self.time_passes(ticks)
         self.launch({0, 1, 2, 3} - nodes or {3})
         for node in sorted(nodes):
@@ -64,13 +91,7 @@ class Fencing(RuleBasedStateMachine):
     def begin_again_and_delay(self, nodes: set[int], kept: str) -> None:
         """Launch on all four, with the messages of one kind to some nodes kept for later."""
         world = self.world
-        if world.phase is not Phase.STOPPING:
-            world.give_up()
-        for _ in range(LONGEST_WAIT):
-            if world.may_launch():
-                world.launch((0, 1, 2, 3))
-                break
-            world.tick()
+        self.launch_safely({0, 1, 2, 3})
         for _ in range(4):
             world.tick()
             for message in list(world.flight):
@@ -89,57 +110,161 @@ class Fencing(RuleBasedStateMachine):
             self.world.check()
 
     @precondition(lambda self: self.world.phase is not Phase.STOPPING)
-    @rule()
-    def give_up(self) -> None:
-        self.world.give_up()
+    @rule(end=ENDS)
+    def give_up(self, end: End) -> None:
+        self.world.give_up(end)
 
     @precondition(lambda self: self.world.may_launch())
     @rule(members=SOME)
     def launch_begins(self, members: set[int]) -> None:
         self.world.launch(tuple(sorted(members)))
 
+    @precondition(lambda self: self.world.phase is Phase.STOPPING)
+    @rule()
+    def stop_again(self) -> None:
+        self.world.repeat_stop()
+
+    @rule(new_fleet=st.booleans(), times=st.sampled_from(POLICIES))
+    def resubmit(self, new_fleet: bool, times: Times) -> None:
+        self.world.controller.set_policy(times, self.world.controller.is_fencing)
+        self.world.resubmit(new_fleet=new_fleet)
+
+    @rule(times=st.sampled_from(POLICIES), fences=st.booleans())
+    def change_policy(self, times: Times, fences: bool) -> None:
+        self.world.controller.set_policy(times, fences)
+
+    @rule(ahead=st.sampled_from([-60.0, 60.0]))
+    def set_wall_clock(self, ahead: float) -> None:
+        self.world.controller.wall += ahead
+
+    # The network.
+
     @rule(nodes=SOME)
     def part(self, nodes: set[int]) -> None:
         """Cut some nodes off from the controller and from the other nodes; they still see each other."""
         self.world.cut_in |= nodes
         self.world.cut_out |= nodes
-        self.world.cut_peers |= {(a, b) for a in range(4) for b in range(4) if (a in nodes) != (b in nodes)}
+        self.world.cut_peers |= {(a, b) for a in EVERYONE for b in EVERYONE if (a in nodes) != (b in nodes)}
 
-    @rule(node=NODE, way=st.sampled_from(["in", "out", "both"]))
+    @rule(node=NODE, peer=NODE, before=st.integers(4, 30), after=st.integers(4, 16))
+    def lean_on_one_peer(self, node: int, peer: int, before: int, after: int) -> None:
+        """Let a node see one other only, which is lost to the controller for a while, too."""
+        world = self.world
+        world.cut_in.add(node)
+        world.cut_out.add(node)
+        others = [h for h in EVERYONE if h not in (node, peer)]
+        world.cut_peers |= {(node, h) for h in others} | {(h, node) for h in others}
+        self.time_passes(before)
+        self.cut(peer, "both")
+        if world.phase is not Phase.STOPPING:
+            world.give_up(End.CANCEL)
+        self.time_passes(after)
+        world.cut_in.discard(peer)
+        world.cut_out.discard(peer)
+        self.time_passes(2)
+        self.launch({0, 1, 2, 3} - {node})
+
+    @rule(node=HOST, way=st.sampled_from(["in", "out", "both"]))
     def cut(self, node: int, way: str) -> None:
         if way != "out":
             self.world.cut_in.add(node)
         if way != "in":
             self.world.cut_out.add(node)
 
-    @rule(asker=NODE, peer=NODE)
+    @rule(asker=HOST, peer=HOST)
     def cut_peers(self, asker: int, peer: int) -> None:
         self.world.cut_peers.add((asker, peer))
 
-    @rule(nodes=SOME)
-    def mend(self, nodes: set[int]) -> None:
+    @rule(nodes=SOME, peers=st.booleans())
+    def mend(self, nodes: set[int], peers: bool) -> None:
         self.world.cut_in -= nodes
         self.world.cut_out -= nodes
-        self.world.cut_peers = {link for link in self.world.cut_peers if not nodes & set(link)}
+        if peers:
+            self.world.cut_peers = {link for link in self.world.cut_peers if not nodes & set(link)}
 
-    @rule(node=NODE, asking=st.booleans())
-    def sleep(self, node: int, asking: bool) -> None:
+    @rule(node=NODE, ticks=st.integers(1, 6))
+    def flap(self, node: int, ticks: int) -> None:
+        """Have a node lost, and back while a fault is gathered; then it is lost again."""
+        world = self.world
+        world.cut_in.add(node)
+        world.cut_out.add(node)
+        self.time_passes(8)
+        if isinstance(worker := world.workers[-1], Watcher):
+            worker.gathers = True
+        self.mend({node}, peers=False)
+        self.time_passes(ticks)
+        self.part({node})
+
+    @rule(node=NODE, other=HOST)
+    def change_names(self, node: int, other: int) -> None:
+        """Have a name lead to another machine; where that has a name, they change."""
+        at = self.world.at
+        if other in at:
+            at[at.index(other)] = at[node]
+        at[node] = other
+
+    # The nodes.
+
+    @rule(node=HOST, asking=st.booleans(), clock_stands=st.booleans())
+    def sleep(self, node: int, asking: bool, clock_stands: bool) -> None:
         if self.world.nodes[node].awake:
-            self.world.sleep(node, asking=asking)
+            self.world.sleep(node, asking=asking, clock_stands=clock_stands)
 
-    @rule(node=NODE)
+    @rule(node=HOST)
     def wake(self, node: int) -> None:
         if not self.world.nodes[node].awake:
             self.world.nodes[node].wake(self.world.now)
             self.world.check()
 
-    @rule(node=NODE)
+    @rule(node=NODE, ticks=st.integers(2, 12))
+    def pause(self, node: int, ticks: int) -> None:
+        """Have a machine stand still with its clock, and wake while its peers are there."""
+        self.sleep(node, asking=False, clock_stands=True)
+        self.time_passes(ticks)
+        self.wake(node)
+        self.time_passes(2)
+
+    @rule(node=HOST)
     def ranks_and_keeper_die(self, node: int) -> None:
         self.world.nodes[node].die()
 
-    @rule(node=NODE)
+    @rule(node=HOST)
     def reboot(self, node: int) -> None:
         self.world.reboot(node)
+
+    @rule(node=HOST, stopped=st.booleans())
+    def stop_keeper(self, node: int, stopped: bool) -> None:
+        self.world.nodes[node].keeper_stopped = stopped
+
+    @rule(node=HOST, guard=st.booleans())
+    def stop_helper(self, node: int, guard: bool) -> None:
+        """Stop the guard, or the supervisor."""
+        if guard:
+            self.world.nodes[node].guard_stopped = True
+        else:
+            self.world.nodes[node].supervisor_stopped = True
+
+    @rule(node=HOST)
+    def go_on(self, node: int) -> None:
+        self.world.nodes[node].go_on(self.world.now)
+
+    @rule(node=NODE)
+    def declare_dead(self, node: int) -> None:
+        self.world.declare_dead(node)
+
+    @rule(node=HOST, frozen=st.booleans())
+    def freeze_disk(self, node: int, frozen: bool) -> None:
+        self.world.nodes[node].disk_frozen = frozen
+
+    @rule(node=HOST, whole=st.booleans())
+    def sweep(self, node: int, whole: bool) -> None:
+        self.world.nodes[node].sweep(whole=whole)
+
+    @rule(node=HOST)
+    def other_server(self, node: int) -> None:
+        other_server_launches(self.world, node)
+
+    # Messages and workers.
 
     @precondition(lambda self: self.world.flight)
     @rule(which=st.integers(0, 7), copy=st.booleans())
@@ -178,51 +303,81 @@ class Fencing(RuleBasedStateMachine):
     def zombie_works(self, which: int, steps: tuple[int, ...]) -> None:
         self.world.work(self.world.workers[-min(which, len(self.world.workers))], steps)
 
+    @precondition(lambda self: self.world.workers)
+    @rule(gathers=st.booleans())
+    def a_fault_is_gathered(self, gathers: bool) -> None:
+        if isinstance(worker := self.world.workers[-1], Watcher):
+            worker.gathers = gathers
+
 
 def walk(broken: Broken | None, seed: int, steps: int) -> World:
     """Take random steps until two tokens are alive or the steps are used up. The same seed always walks the same way."""
     chance = random.Random(seed)
     machine = Fencing()
     machine.broken = broken
-    machine.begin(tuple(chance.choice((1.0, 127 / 128, 129 / 128)) for _ in range(4)), chance.random() < 0.5, chance.random() < 0.75)
+    machine.begin(tuple(chance.choice(RATES) for _ in range(NODES)), chance.random() < 0.5, chance.random() < 0.75, chance.choice(POLICIES))
 
     def node() -> int:
-        return chance.randrange(4)
+        return chance.randrange(NODES)
+
+    def host() -> int:
+        return chance.randrange(NODES + 1)
 
     def some() -> set[int]:
-        return {n for n in range(4) if chance.random() < 0.4} or {node()}
+        return {n for n in range(NODES) if chance.random() < 0.4} or {node()}
 
     def flip() -> bool:
         return chance.random() < 0.5
+
+    def end() -> End:
+        return chance.choice(tuple(End))
 
     def sub_steps() -> tuple[int, ...]:
         return chance.choice([(0,), (1,), (2,), (0, 1), (0, 1, 2)])
 
     world = machine.world
     rules: list[tuple[int, Callable[[], object], Callable[[], object]]] = [
-        (3, lambda: True, lambda: machine.time_passes(chance.randint(1, 12))),
-        (2, lambda: True, lambda: machine.launch(some())),
-        (4, lambda: True, lambda: machine.lose_and_launch(some(), chance.randint(0, 8))),
-        (2, lambda: True, lambda: machine.lose_asleep_and_launch(some(), chance.randint(0, 8))),
+        (4, lambda: True, lambda: machine.time_passes(chance.randint(1, 12))),
+        (2, lambda: True, lambda: machine.launch(some(), end())),
+        (1, lambda: world.phase is not Phase.STOPPING, lambda: machine.launch_in_place(some())),
+        (4, lambda: True, lambda: machine.lose_and_launch(some(), chance.randint(0, 8), end())),
+        (2, lambda: True, lambda: machine.lose_asleep_and_launch(some(), chance.randint(0, 8), chance.random() < 0.2)),
         (3, lambda: True, lambda: machine.begin_again_and_delay(some(), chance.choice(["prepare", "start", "renew", "stop"]))),
         (2, lambda: world.held, lambda: machine.all_arrive_late(flip())),
-        (1, lambda: world.phase is not Phase.STOPPING, machine.give_up),
+        (1, lambda: world.phase is not Phase.STOPPING, lambda: machine.give_up(end())),
         (1, world.may_launch, lambda: machine.launch_begins(some())),
+        (1, lambda: world.phase is Phase.STOPPING, machine.stop_again),
+        (1, lambda: True, lambda: machine.resubmit(flip(), chance.choice(POLICIES))),
+        (2, lambda: True, lambda: machine.change_policy(chance.choice(POLICIES), chance.random() < 0.75)),
+        (1, lambda: True, lambda: machine.set_wall_clock(chance.choice((-60.0, 60.0)))),
         (3, lambda: True, lambda: machine.part(some())),
-        (1, lambda: True, lambda: machine.cut(node(), chance.choice(["in", "out", "both"]))),
-        (1, lambda: True, lambda: machine.cut_peers(node(), node())),
-        (3, lambda: True, lambda: machine.mend(some())),
-        (1, lambda: True, lambda: machine.sleep(node(), flip())),
+        (2, lambda: True, lambda: machine.lean_on_one_peer(node(), node(), chance.randint(4, 30), chance.randint(4, 16))),
+        (2, lambda: True, lambda: machine.cut(host(), chance.choice(["in", "out", "both"]))),
+        (1, lambda: True, lambda: machine.cut_peers(host(), host())),
+        (4, lambda: True, lambda: machine.mend(some(), flip())),
+        (1, lambda: world.workers, lambda: machine.flap(node(), chance.randint(1, 6))),
+        (1, lambda: True, lambda: machine.change_names(node(), host())),
+        (1, lambda: True, lambda: machine.sleep(node(), flip(), chance.random() < 0.2)),
         (1, lambda: True, lambda: machine.wake(node())),
+        (1, lambda: True, lambda: machine.pause(node(), chance.randint(2, 12))),
         (1, lambda: True, lambda: machine.ranks_and_keeper_die(node())),
         (1, lambda: True, lambda: machine.reboot(node())),
+        (1, lambda: True, lambda: machine.stop_keeper(node(), flip())),
+        (1, lambda: True, lambda: machine.stop_helper(host(), flip())),
+        (1, lambda: True, lambda: machine.go_on(host())),
+        (1, lambda: True, lambda: machine.declare_dead(node())),
+        (1, lambda: True, lambda: machine.freeze_disk(node(), flip())),
+        (1, lambda: True, lambda: machine.sweep(node(), flip())),
+        (1, lambda: True, lambda: machine.other_server(host())),
         (2, lambda: world.flight, lambda: machine.delay(chance.randint(0, 7), flip())),
         (3, lambda: world.held, lambda: machine.arrive_late(chance.randint(0, 7), flip(), chance.random() < 0.2)),
         (2, lambda: world.workers, lambda: machine.worker_freezes(sub_steps())),
         (2, lambda: world.workers and world.workers[-1].current, machine.supersede),
         (2, lambda: world.workers, lambda: machine.zombie_works(chance.randint(1, 4), sub_steps())),
+        (1, lambda: world.workers, lambda: machine.a_fault_is_gathered(flip())),
     ]
-    weights = [weight for weight, _, _ in rules]
+    # Each walk leaves out about half of what may happen, so that the rest happens often.
+    weights = [weight * (index in ALWAYS or flip()) for index, (weight, _, _) in enumerate(rules)]
     for _ in range(steps):
         _, possible, do = chance.choices(rules, weights)[0]
         if possible():

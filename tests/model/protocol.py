@@ -1,22 +1,59 @@
-"""A model of prepare, start, stop, the lease, the peers and the launch rule of docs/reference/agent-protocol.md.
+"""A model of a node: prepare, start, stop, the lease, the peers and what proves ranks gone.
 
-It answers what the nodes would do under any order of messages, cuts, crashes and sleeps; it refuses to know anything
-of sockets and processes. One tick is the longest that a scheduled process takes to act. `Broken` leaves one rule out.
+It answers what the nodes would do under any order of messages, cuts, crashes, sleeps and stopped
+clocks. What decides is the code's own: the lease and the peers' words (agent/lease.py) and what
+an answer proves. One tick is the longest that a scheduled process takes to act.
+The rules are those of docs/reference/agent-protocol.md; `Broken` leaves one of them out.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum, StrEnum, auto
 
-LEASE, FENCE_AFTER, STOP_GRACE = (
-    14.0,
-    8.0,
-    7.0,
-)  # each above MARGIN and the three ticks of a launch, so that leaving one out shows
-VALID_FOR = 20.0  # above fence_after, which would hide it
-PEER_TIMEOUT = 1.0
+from agent.lease import Lease, PeerClocks, Standstills, Vouchers
+from recovery.fencing import FENCE_MARGIN
+from recovery.places import Place
+
 MARGIN = 2.0  # a tick until the keeper acts, and 1/128 of drift over at most 65
+TICK = FENCE_MARGIN / MARGIN
+PEER_TIMEOUT = 1.0
+LATE = 0.5
+"""For how long a clock has to have stood still, unnoticed, for that to count as a limit."""
 NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one policy, in ticks."""
+
+    lease: float = 14.0
+    fence_after: float = 8.0
+    stop_grace: float = 7.0
+    lost_after: float = 6.0
+
+    @property
+    def valid_for(self) -> float:
+        """As `Timeouts` has it."""
+        return self.lease + 2 * self.stop_grace
+
+
+USUAL = Times()
+"""Each above MARGIN and the three ticks of a launch, so that leaving one out shows; `valid_for` is above
+`fence_after`, which would hide it, and a node is lost before its lease has run out."""
+PATIENT = Times(lost_after=20.0)
+"""A node is lost when its lease has run out already."""
+SHORT = Times(lease=4.0, fence_after=3.0, stop_grace=2.0, lost_after=3.0)
+POLICIES = (USUAL, PATIENT, SHORT)
+
+
+def seconds(ticks: float) -> float:
+    return ticks * TICK.total_seconds()
+
+
+def duration(ticks: float) -> timedelta:
+    return ticks * TICK
 
 
 class Broken(StrEnum):
@@ -43,6 +80,25 @@ class Broken(StrEnum):
     PREPARE_KEEPS_OLD = "prepare does not stop older generations"
     PREPARE_OF_ANY_AGE = "prepare takes a token below the highest"
     PREPARED_TWICE = "a generation that was started is prepared again"
+    FIRST_STOP = "the fence wait starts at the first proven stop, not at the last"
+    OWN_LEASE_ONLY = "a lost node's wait leaves out the leases of the others that are not stopped"
+    ANY_PLACE = "any machine that answers to a node's name proves its ranks gone"
+    RENEWS_LOST = "a watch renews the lease of a node that its job counts as lost"
+    PREPARED_AGAIN = "a later attempt starts ranks on nodes that had to be prepared again"
+    LAST_ATTEMPT = "whether ranks were started is what the last attempt of a launch says"
+    REFUSED_UNKNOWN = "a launch that one node refused has started nothing"
+    POLICY_OF_NOW = "ranks are judged by the policy of now, not by that of their launch"
+    FENCES_OF_NOW = "whether ranks fence is judged by the policy of now"
+    TIMES_OF_OTHERS = "a resubmission judges older ranks by its own times"
+    NEW_FLEET = "a fleet without memory knows no ranks on a node that does not answer"
+    ONE_KEEPER = "only the keeper knows when the ranks have to be dead"
+    WRITES_FIRST = "a fence is written to the disk before ranks are killed"
+    SWEPT_STATE = "ranks whose files were removed are neither found nor counted"
+    WALL_CLOCK = "the wait is measured by a clock that people may set"
+    STOPPED_CLOCK = "a clock that stood still is never compared with a peer's"
+    GOES_ON_ALONE = "ranks go on without a watcher when no peer knows their generation any more"
+    OLD_STAMPS = "a stamp from before a clock stood still counts as it is"
+    NO_SERVER = "a token does not name the server that it comes from"
 
 
 class State(Enum):
@@ -59,16 +115,35 @@ ALIVE = (State.RUNNING, State.STOPPING)
 class Keeper:
     """One generation on one node; all times are the node's own clock."""
 
+    server: int
     generation: int
     stamp: float
+    times: Times
     state: State = State.PREPARED
-    alive_until: float = NEVER
-    leased_until: float = NEVER
+    lease: Lease | None = None
+    peers: tuple[str, ...] = ()
+    vouchers: Vouchers | None = None
     dead_by: float = NEVER
-    answered: dict[int, float] = field(default_factory=dict)
-    """Per peer, when the newest question that it answered `alive` was sent."""
     overslept: bool = False
     fenced: bool = False
+    hidden: bool = False
+    """Its files were removed, and it cannot be found by them."""
+    clocks: PeerClocks = field(default_factory=PeerClocks)
+    late_by: float = 0.0
+    """For how long the clock has stood still since it was prepared, and that is not found out."""
+    standstills: Standstills = field(default_factory=Standstills)
+    alone_since: float = -NEVER
+    """Since when no peer knows this generation any more and no watcher is connected."""
+
+    @property
+    def leased_until(self) -> float:
+        return self.lease.leased_until if self.lease is not None else NEVER
+
+    @property
+    def ends(self) -> float:
+        """When the handle falls; infinite where it cannot."""
+        assert self.lease is not None
+        return self.lease.ends if self.lease.ends is not None else -NEVER
 
 
 @dataclass(frozen=True)
@@ -76,143 +151,299 @@ class Answer:
     superseded: bool
     alive: bool
     leased: bool
+    clock: float
+
+
+@dataclass
+class Book:
+    """What a node knows of the job of one server."""
+
+    prepared: int = 0
+    stopped: int = 0
+    started: set[int] = field(default_factory=set)
 
 
 @dataclass
 class Node:
     rate: float
-    fences: bool
     broken: Broken | None
+    machine: int = 0
     booted: float = 0.0
+    stood: float = 0.0
+    """For how long its clock has stood still since the boot."""
+    slept_at: float = 0.0
+    clock_stands: bool = False
+    boot: int = 1
+    state: int = 1
     awake: bool = True
-    prepared: int = 0
-    stopped: int = 0
-    started: set[int] = field(default_factory=set)
-    keepers: dict[int, Keeper] = field(default_factory=dict)
-    forks: Counter[int] = field(default_factory=Counter)
-    late: list[tuple[int, tuple[int, ...], int, float, Answer]] = field(default_factory=list)
-    """Answers that arrived while it slept: (generation, peers, peer, question sent, answer)."""
+    keeper_stopped: bool = False
+    supervisor_stopped: bool = False
+    guard_stopped: bool = False
+    disk_frozen: bool = False
+    books: dict[int, Book] = field(default_factory=dict)
+    keepers: list[Keeper] = field(default_factory=list)
+    forks: Counter[tuple[int, int]] = field(default_factory=Counter)
+    late: list[tuple[int, int, float, Answer]] = field(default_factory=list)
+    """Answers that arrived while it slept: (generation, peer, question sent, answer)."""
 
     def clock(self, now: float) -> float:
-        return self.rate * (now - self.booted)
+        stood = self.stood + (now - self.slept_at if self.clock_stands else 0.0)
+        return self.rate * (now - self.booted - stood)
 
-    def prepare(self, g: int, now: float, *, dies: bool = False) -> float | None:
+    @property
+    def place(self) -> Place:
+        return Place(f"machine{self.machine}", f"boot{self.boot}", 0, f"state{self.state}")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether all that could kill ranks is stopped, and the ranks are not."""
+        return self.keeper_stopped and self.guard_stopped and self.supervisor_stopped
+
+    def book(self, server: int) -> Book:
+        return self.books.setdefault(self._server(server), Book())
+
+    def keeper(self, g: int, server: int = 0) -> Keeper | None:
+        """Return the newest keeper of a generation that orders can reach."""
+        found = [k for k in self._of(server) if k.generation == g and not k.hidden]
+        return found[-1] if found else None
+
+    # Orders of a controller.
+
+    def prepare(self, g: int, times: Times, now: float, *, server: int = 0, dies: bool = False) -> float | None:
+        book = self.book(server)
+        if self.broken is not Broken.NO_SERVER and any(k.server != server and k.state is not State.GONE for k in self.keepers):
+            return None  # other_fleet
         ordered = self.broken is not Broken.PREPARE_OF_ANY_AGE
-        if ordered and (g <= self.stopped or g < self.prepared):
+        if ordered and (g <= book.stopped or g < self._highest(server)):
             return None
-        keeper = self.keepers.get(g)
+        keeper = self.keeper(g, server)
         if keeper and keeper.state is not State.GONE:
             return keeper.stamp
-        if g in self.started and self.broken is not Broken.PREPARED_TWICE:
+        if g in book.started and self.broken is not Broken.PREPARED_TWICE:
             return None
-        self.prepared = max(self.prepared, g)
+        book.prepared = max(book.prepared, g)
         if dies:
             return None
         if self.broken is not Broken.PREPARE_KEEPS_OLD:
-            self._kill(g - 1)
-        self.keepers[g] = Keeper(g, self.clock(now))
-        return self.keepers[g].stamp
+            self._kill(g - 1, server)
+        if not any(k.state is not State.GONE for k in self.keepers):
+            self.keepers = [k for k in self.keepers if k.fenced]
+        keeper = Keeper(server, g, self.clock(now), times)
+        self.keepers.append(keeper)
+        return keeper.stamp
 
-    def start(self, g: int, stamp: float, now: float) -> bool:
-        keeper = self.keepers.get(g)
+    def start(self, g: int, stamp: float, fences: bool, peers: Iterable[int], now: float, *, server: int = 0) -> bool:
+        keeper = self.keeper(g, server)
         if not keeper or keeper.state in ALIVE:
             return keeper is not None
         if keeper.stamp != stamp and self.broken is not Broken.START_OF_ANY_PREPARE:
             return False
-        if keeper.state is State.GONE or (self.clock(now) >= keeper.stamp + VALID_FOR and not self._never_expires()):
+        if keeper.state is State.GONE or (self.clock(now) >= keeper.stamp + keeper.times.valid_for and not self._never_expires()):
             return False
-        self.started.add(g)
-        self.forks[g] += 1
+        self.book(server).started.add(g)
+        self.forks[self._server(server), g] += 1
         keeper.state = State.RUNNING
-        keeper.alive_until = self.clock(now) + LEASE
+        keeper.lease = Lease(self.clock(now), keeper.times.lease, keeper.times.fence_after, fences)
+        keeper.peers = tuple(str(peer) for peer in peers)
+        keeper.vouchers = Vouchers(keeper.peers)
         return True
 
-    def stop(self, g: int) -> None:
-        self.stopped = max(self.stopped, g)
-        self._kill(g)
+    def stop(self, g: int, *, server: int = 0) -> None:
+        book = self.book(server)
+        book.stopped = max(book.stopped, g)
+        self._kill(g, server)
 
     def renew(self, g: int, stamp: float, now: float) -> None:
-        keeper = self.keepers.get(g)
+        keeper = self.keeper(g)
+        if not keeper or keeper.state is not State.RUNNING:
+            return
+        assert keeper.lease is not None
         if self.broken is Broken.RENEWS_FROM_RECEIPT:
             stamp = self.clock(now)
-        if keeper and keeper.state is State.RUNNING and stamp <= self.clock(now):
-            keeper.leased_until = max(keeper.leased_until, stamp + LEASE)
-            keeper.alive_until = max(keeper.alive_until, keeper.leased_until + FENCE_AFTER)
+        keeper.lease.renew(self._since(keeper, stamp), self.clock(now))
+
+    # Peers.
 
     def answer(self, g: int, now: float) -> Answer | None:
-        keeper = self.keepers.get(g)
-        if not keeper or (keeper.state is State.GONE and not keeper.fenced):
+        found = [k for k in self.keepers if k.generation == g and k.server == 0]
+        keeper = found[-1] if found else None
+        lies = self.broken is Broken.VOUCHES_WHEN_FENCED and keeper is not None and keeper.fenced
+        if not keeper or keeper.lease is None or (keeper.state is State.GONE and not lies):
             return None
+        clock, lease, book = self.clock(now), keeper.lease, self.book(0)
+        alive = keeper.state is State.RUNNING and clock < keeper.ends
+        alive = alive or lies
+        superseded = book.prepared > g or book.stopped >= g
+        return Answer(superseded, alive, alive and lease.renewed and clock < lease.leased_until, clock)
+
+    def lacks(self, g: int) -> bool:
+        """Return whether nothing of a generation lives here: a peer that asks is refused."""
+        return not any(k.generation == g and k.server == 0 and k.state is not State.GONE for k in self.keepers)
+
+    def asks(self, keeper: Keeper, now: float) -> bool:
+        """Whether it asks its peers if it may go on."""
+        lease = keeper.lease
+        return keeper.state is State.RUNNING and lease is not None and lease.renewed and lease.leased_until <= self.clock(now)
+
+    def hear(self, keeper: Keeper, peer: int, sent: float, answer: Answer, now: float) -> None:
         clock = self.clock(now)
-        alive = keeper.state is State.RUNNING and clock < keeper.alive_until
-        if self.broken is Broken.VOUCHES_WHEN_FENCED:
-            alive = True
-        superseded = self.prepared > g or self.stopped >= g
-        return Answer(superseded, alive, alive and clock < keeper.leased_until)
-
-    def asks(self, g: int, now: float) -> bool:
-        keeper = self.keepers[g]
-        return keeper.state is State.RUNNING and NEVER < keeper.leased_until <= self.clock(now)
-
-    def hear(self, g: int, peers: tuple[int, ...], peer: int, sent: float, answer: Answer, now: float) -> None:
-        keeper, clock = self.keepers.get(g), self.clock(now)
-        if not keeper or keeper.state is not State.RUNNING:
+        if keeper.state is not State.RUNNING:
             return
         if self.broken is Broken.ANSWERS_FROM_RECEIPT:
             sent = clock
         elif clock > sent + PEER_TIMEOUT:
             return
+        assert keeper.lease is not None
+        assert keeper.vouchers is not None
         if answer.superseded:
-            keeper.state, keeper.dead_by, keeper.fenced = State.STOPPING, clock + STOP_GRACE, True
+            self._fence(keeper, clock)
             return
-        if answer.alive:
-            keeper.answered[peer] = sent
-        if answer.leased or self.broken is Broken.ANY_PEER:
-            keeper.alive_until = max(keeper.alive_until, sent + FENCE_AFTER)
-        if all(p in keeper.answered for p in peers):
-            keeper.alive_until = max(keeper.alive_until, min(keeper.answered.values()) + FENCE_AFTER)
+        any_peer = self.broken is Broken.ANY_PEER and not answer.superseded
+        vouched = keeper.vouchers.answered(str(peer), self._since(keeper, sent), answer.alive, answer.leased or any_peer)
+        if any_peer:
+            vouched = sent
+        if vouched is not None:
+            keeper.lease.vouched(vouched)
+
+    def compare_clock(self, keeper: Keeper, peer: int, asked: float, answer: Answer, now: float) -> None:
+        """Compare clocks with a peer, whose clock was read while the question was open."""
+        at = (seconds(asked), seconds(self.clock(now)), seconds(answer.clock))
+        stood = keeper.clocks.compare(str(peer), *at) / seconds(1)
+        if stood > 0.0:
+            keeper.late_by = max(0.0, keeper.late_by - stood)
+            if self.broken is not Broken.STOPPED_CLOCK:
+                self._stood_still(keeper, stood, now)
+
+    def _stood_still(self, keeper: Keeper, stood: float, now: float) -> None:
+        """Count for passed what the clock has left out."""
+        assert keeper.lease is not None
+        assert keeper.vouchers is not None
+        keeper.standstills.add(self.clock(now), stood)
+        keeper.vouchers.forget()
+        keeper.lease.shift(stood)
+
+    def _since(self, keeper: Keeper, stamp: float) -> float:
+        """Return a time of this clock as what it is worth after the clock stood still."""
+        if self.broken is Broken.OLD_STAMPS:
+            return stamp
+        return keeper.standstills.correct(stamp)
+
+    def see_alone(self, keeper: Keeper, now: float) -> None:
+        """Fence a generation that no peer knows any more and that has no watcher."""
+        if keeper.state is not State.RUNNING or keeper.lease is None or not keeper.lease.renewed or not keeper.lease.fences:
+            return
+        keeper.alone_since = min(keeper.alone_since, now)
+        if self.broken is not Broken.GOES_ON_ALONE:
+            self._fence(keeper, self.clock(now))
+
+    # Time.
 
     def tick(self, now: float) -> None:
-        """Let every keeper act on its clock."""
+        """Let every keeper act on its clock, and the process beside it."""
         clock = self.clock(now)
-        for keeper in self.keepers.values():
+        is_stuck = self.disk_frozen and self.broken is Broken.WRITES_FIRST
+        for keeper in self.keepers:
+            if keeper.state is State.GONE:
+                continue
             keeper.overslept = False
-            if keeper.state is State.PREPARED and clock >= keeper.stamp + VALID_FOR and not self._never_expires():
+            if not self.keeper_stopped and not is_stuck:
+                self._act(keeper, clock)
+            elif not self.is_stopped and not is_stuck and self.broken is not Broken.ONE_KEEPER:
+                self._guard(keeper, clock)
+
+    def _guard(self, keeper: Keeper, clock: float) -> None:
+        """Kill for a keeper that does not: guard and supervisor know the deadline, too."""
+        if keeper.state in ALIVE:
+            begun = keeper.dead_by if keeper.state is State.STOPPING else -NEVER
+            if clock >= min(begun, keeper.ends + keeper.times.stop_grace):
                 keeper.state = State.GONE
-            held = not self.fences and keeper.leased_until > NEVER
-            if keeper.state is State.RUNNING and clock >= keeper.alive_until and not held:
-                from_ = clock if self.broken is Broken.GRACE_FROM_WAKING else keeper.alive_until
-                keeper.state, keeper.dead_by, keeper.fenced = State.STOPPING, from_ + STOP_GRACE, True
-            if keeper.state is State.STOPPING and clock >= keeper.dead_by:
-                keeper.state = State.GONE
+
+    def _act(self, keeper: Keeper, clock: float) -> None:
+        if keeper.state is State.PREPARED and clock >= keeper.stamp + keeper.times.valid_for and not self._never_expires():
+            keeper.state = State.GONE
+        if keeper.state is State.RUNNING:
+            assert keeper.lease is not None
+            if keeper.lease.fenced(clock) is not None:
+                self._fence(keeper, clock)
+        if keeper.state is State.STOPPING and clock >= keeper.dead_by:
+            keeper.state = State.GONE
+
+    def _fence(self, keeper: Keeper, clock: float) -> None:
+        grace = keeper.times.stop_grace
+        keeper.state, keeper.fenced = State.STOPPING, True
+        keeper.dead_by = clock + grace if self.broken is Broken.GRACE_FROM_WAKING else min(clock, keeper.ends) + grace
+
+    # What goes wrong.
+
+    def sleep(self, now: float, *, clock_stands: bool = False) -> None:
+        self.awake, self.slept_at, self.clock_stands = False, now, clock_stands
 
     def wake(self, now: float) -> None:
         """Go on after a sleep of every process; the supervisor may be scheduled before the keeper."""
         self.awake = True
-        for g, peers, peer, sent, answer in self.late:
-            self.hear(g, peers, peer, sent, answer, now)
+        if self.clock_stands:
+            self.stood += now - self.slept_at
+            for keeper in self.keepers:
+                keeper.late_by += now - self.slept_at
+                keeper.alone_since = -NEVER
+            self.clock_stands = False
+        for g, peer, sent, answer in self.late:
+            if (keeper := self.keeper(g)) is not None:
+                self.hear(keeper, peer, sent, answer, now)
         self.late.clear()
-        for keeper in self.keepers.values():
-            dead_by = keeper.dead_by if keeper.state is State.STOPPING else keeper.alive_until + STOP_GRACE
-            keeper.overslept = keeper.state in ALIVE and self.clock(now) >= dead_by
+        self._oversleep(now)
+
+    def go_on(self, now: float) -> None:
+        """Have the processes that were stopped go on."""
+        if self.is_stopped:
+            self._oversleep(now)
+        self.keeper_stopped = self.supervisor_stopped = self.guard_stopped = False
+
+    def _oversleep(self, now: float) -> None:
+        for keeper in self.keepers:
+            if keeper.state in ALIVE:
+                grace = keeper.times.stop_grace
+                dead_by = keeper.dead_by if keeper.state is State.STOPPING else keeper.ends + grace
+                keeper.overslept = self.clock(now) >= dead_by
 
     def die(self) -> None:
         """Lose every keeper, and by PDEATHSIG every rank."""
-        for keeper in self.keepers.values():
+        for keeper in self.keepers:
             keeper.state, keeper.fenced = State.GONE, False
 
     def reboot(self, now: float) -> None:
         self.keepers.clear()
         self.late.clear()
-        self.booted, self.awake = now, True
+        self.booted, self.awake, self.boot, self.stood = now, True, self.boot + 1, 0.0
+        self.keeper_stopped = self.supervisor_stopped = self.guard_stopped = self.disk_frozen = self.clock_stands = False
 
-    def alive(self) -> list[int]:
-        """Return generations with ranks that run; a node that sleeps or just overslept is the residual."""
-        return [k.generation for k in self.keepers.values() if k.state in ALIVE and self.awake and not k.overslept]
+    def sweep(self, *, whole: bool) -> None:
+        """Remove the files of every job, or the whole state folder, under the ranks."""
+        self.books.clear()
+        self.state += whole
+        for keeper in self.keepers:
+            keeper.hidden = self.broken is Broken.SWEPT_STATE
 
-    def _kill(self, g: int) -> None:
-        for keeper in self.keepers.values():
-            if keeper.generation <= g:
+    def alive(self, server: int = 0) -> list[Keeper]:
+        """Return the generations with ranks that run."""
+        return [k for k in self._of(server) if k.state in ALIVE and self.awake]
+
+    def _of(self, server: int) -> list[Keeper]:
+        if not self.keepers:
+            return self.keepers
+        return [k for k in self.keepers if self._server(k.server) == self._server(server)]
+
+    def _server(self, server: int) -> int:
+        return 0 if self.broken is Broken.NO_SERVER else server
+
+    def _highest(self, server: int) -> int:
+        """Return the highest generation prepared, by the files or by a keeper that lives."""
+        living = [k.generation for k in self._of(server) if not k.hidden and k.state is not State.GONE]
+        return max(self.book(server).prepared, *living, 0)
+
+    def _kill(self, g: int, server: int) -> None:
+        for keeper in self._of(server):
+            if keeper.generation <= g and not keeper.hidden:
                 keeper.state, keeper.fenced = State.GONE, False
 
     def _never_expires(self) -> bool:

@@ -1,8 +1,7 @@
-"""Searches interleavings of cuts, crashes, sleeps and zombie workers for two tokens of one job alive at once.
+"""Searches for two tokens of one job alive at once, under cuts, crashes, sleeps and zombie workers.
 
-The accepted residual is named here and shown below: a node that slept as a whole (SIGSTOP of everything, a suspended
-machine) wakes, and its ranks may write until its keeper is scheduled for the first time. Refuses to say anything of a
-keeper that is stopped alone, or of a machine whose CLOCK_BOOTTIME stands still: both break the assumptions.
+What the protocol cannot prevent is in `LIMITS` (tests/model/stories.py): each is shown below, with
+how long it lasts. Nothing else is left out.
 """
 
 import os
@@ -12,28 +11,43 @@ from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Search
 from hypothesis.stateful import run_state_machine_as_test
 
+from recovery.fencing import hops, peers_of
 from tests.model.machine import Fencing, walk
-from tests.model.protocol import Broken, State
-from tests.model.stories import STORIES, begin, lose, recover, run, world_for
-from tests.model.world import World
+from tests.model.protocol import Broken
+from tests.model.stories import (
+    LIMITS,
+    MORE,
+    STORIES,
+    Story,
+    begin,
+    lose,
+    run,
+    the_state_folder_is_removed,
+    world_for,
+)
+from tests.model.world import Limit, World
 
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 """Minutes instead of seconds: `HYPOTHESIS_PROFILE=deep pytest tests/model --timeout 3600`."""
 STEPS = 30
 VIOLATION = r"two tokens are alive|twice"
 FOUND = {
-    Broken.ANY_PEER: 42,
-    Broken.ALL_LOST: 261,
-    Broken.NO_FENCE_AFTER: 2,
-    Broken.NO_LEASE: 12,
-    Broken.NO_GRACE: 2,
-    Broken.NO_HOPS: 42,
-    Broken.ONLY_THIS_WATCH: 73,
-    Broken.FENCES_FALSE_ELSEWHERE: 9,
-    Broken.VOUCHES_WHEN_FENCED: 42,
-    Broken.GRACE_FROM_WAKING: 2,
+    Broken.ANY_PEER: 57,
+    Broken.ALL_LOST: 33,
+    Broken.NO_FENCE_AFTER: 4,
+    Broken.NO_LEASE: 4,
+    Broken.NO_GRACE: 4,
+    Broken.FENCES_FALSE_ELSEWHERE: 5,
+    Broken.GRACE_FROM_WAKING: 0,
+    Broken.PREPARE_KEEPS_OLD: 23,
+    Broken.FIRST_STOP: 169,
+    Broken.POLICY_OF_NOW: 57,
+    Broken.FENCES_OF_NOW: 15,
+    Broken.ONE_KEEPER: 79,
+    Broken.SWEPT_STATE: 129,
+    Broken.NO_SERVER: 1,
 }
-"""The first seed that finds it. For the other rules no walk in the first few hundred does; their stories stand alone."""
+"""The first seed that finds it. The other rules are rarely found by chance; their stories show them."""
 
 
 def search(broken: Broken | None, examples: int, steps: int) -> None:
@@ -54,16 +68,17 @@ def search(broken: Broken | None, examples: int, steps: int) -> None:
 
 
 def test_two_tokens_are_never_alive_at_once() -> None:
-    search(None, 20_000 if DEEP else 100, 60 if DEEP else 30)
+    search(None, 20_000 if DEEP else 60, 60 if DEEP else 30)
 
 
 def test_every_broken_rule_has_a_story() -> None:
     assert set(STORIES) == set(Broken)
 
 
-@pytest.mark.parametrize("broken", STORIES, ids=lambda b: b.name.lower())
-def test_each_rule_is_needed(broken: Broken) -> None:
-    story = STORIES[broken]
+@pytest.mark.parametrize(
+    ("broken", "story"), [*STORIES.items(), *MORE], ids=lambda value: value.name.lower() if isinstance(value, Broken) else value.__name__
+)
+def test_each_rule_is_needed(broken: Broken, story: Story) -> None:
     story(world_for(story, None))
     with pytest.raises(AssertionError, match=VIOLATION):
         story(world_for(story, broken))
@@ -78,39 +93,97 @@ def test_a_random_walk_finds_the_broken_rule(broken: Broken, seed: int) -> None:
 
 
 def test_random_walks_find_nothing_in_the_whole_protocol() -> None:
-    for seed in range(20_000 if DEEP else 100):
+    for seed in range(20_000 if DEEP else 80):
         walk(None, seed, STEPS)
 
 
-def test_residual_a_node_that_slept_writes_until_its_keeper_is_scheduled() -> None:
-    world = World([1.0] * 4)
-    begin(world, 0, 1)
-    world.sleep(1, asking=False)
-    recover(world, 0, 2)
-    lose(world, 1)
-    world.nodes[1].wake(world.now)
-    keeper = world.nodes[1].keepers[1]
-    states = [keeper.state]
-    assert world.nodes[0].alive() == [2]
-    world.tick()
-    states.append(keeper.state)
-    assert states == [State.RUNNING, State.GONE], "beside generation 2, and not beyond the first time its keeper is scheduled"
+@pytest.mark.parametrize("broken", [Broken.ANY_PLACE, Broken.SWEPT_STATE])
+def test_a_removed_state_folder_is_harmless_by_two_rules(broken: Broken) -> None:
+    """The living ranks are found without it, and the new folder proves nothing."""
+    the_state_folder_is_removed(world_for(the_state_folder_is_removed, broken))
+
+
+def test_every_limit_has_a_story() -> None:
+    assert {limit for limit, _, _ in LIMITS} == set(Limit)
+
+
+@pytest.mark.parametrize(("limit", "story", "longest"), LIMITS, ids=lambda value: value.name.lower() if isinstance(value, Limit) else "")
+def test_a_limit_is_what_the_protocol_cannot_prevent_and_has_an_end(limit: Limit, story: Story, longest: int | None) -> None:
+    """Two tokens are alive where the check does not leave it out, for no longer than it says."""
+    world = world_for(story, None)
+    world.limits.discard(limit)
+    with pytest.raises(AssertionError, match=VIOLATION):
+        story(world)
+    world = world_for(story, None)
+    story(world)
+    ticks = 0
+    while limit in world.limits_met():
+        if longest is None and ticks == 100:
+            world.nodes[1].go_on(world.now)
+        world.tick()
+        ticks += 1
+        assert ticks <= (101 if longest is None else longest)
+    assert ticks > 0
+
+
+def test_each_node_of_a_sparse_gang_is_within_the_hops_of_each_other() -> None:
+    """A stop travels against the questions: from who is asked to who asks."""
+    for nodes in (2, 17, 18, 19, 40, 255, 256, 257, 300):
+        asks = {node: peers_of(node, nodes) for node in range(nodes)}
+        for start in range(0, nodes, max(1, nodes // 16)):
+            reached, distance = {start}, 0
+            while len(reached) < nodes:
+                distance += 1
+                reached |= {node for node in range(nodes) if reached & set(asks[node])}
+                assert distance <= hops(nodes), f"{nodes} nodes, from {start}"
 
 
 def test_training_goes_on_for_hours_without_a_controller() -> None:
-    for ring in (False, True):
-        world = World([1.0] * 4, ring=ring)
+    for sparse in (False, True):
+        world = World(sparse=sparse)
         begin(world, 0, 1, 2, 3)
         world.workers[-1].frozen = True
-        run(world, 5000)
-        assert [node.alive() for node in world.nodes] == [[1]] * 4
+        run(world, 1500)
+        assert world.alive() == {1: [0, 1, 2, 3]}
 
 
 def test_a_node_that_only_the_controller_lost_goes_on() -> None:
-    world = World([1.0] * 4)
+    world = World()
     begin(world, 0, 1, 2)
     world.cut_in.add(2)
     world.cut_out.add(2)
     world.cut_peers |= {(1, 2), (2, 1)}
     run(world, 500)
-    assert world.nodes[2].alive() == [1], "one peer whose lease lives is enough"
+    assert world.alive() == {1: [0, 1, 2]}, "one peer whose lease lives is enough"
+
+
+def test_a_lost_node_that_is_back_is_renewed_again() -> None:
+    world = World()
+    begin(world, 0, 1)
+    lose(world, 1)
+    run(world, 10)
+    assert world.controller.lost_nodes == {1}
+    world.cut_in.clear(), world.cut_out.clear(), world.cut_peers.clear()
+    run(world, 100)
+    assert not world.controller.lost_nodes
+    assert world.alive() == {1: [0, 1]}
+
+
+def test_a_machine_whose_clock_stood_still_goes_on_when_its_peers_are_there() -> None:
+    world = World()
+    begin(world, 0, 1, 2)
+    world.sleep(1, asking=False, clock_stands=True)
+    run(world, 4)
+    world.nodes[1].wake(world.now)
+    run(world, 60)
+    assert world.alive() == {1: [0, 1, 2]}
+
+
+def test_a_keeper_that_goes_on_after_it_was_stopped_goes_on_with_its_ranks() -> None:
+    world = World()
+    begin(world, 0, 1)
+    world.nodes[1].keeper_stopped = True
+    run(world, 60)
+    world.nodes[1].keeper_stopped = False
+    run(world, 60)
+    assert world.alive() == {1: [0, 1]}
