@@ -17,7 +17,7 @@ from typing import Dict, Iterable, Tuple
 
 from agent import cgroup, evidence, journal, kernel_log, processes, retention, users
 from agent.faults import pass_by
-from agent.lease import Lease, PeerClocks, Vouchers, measure_standstill
+from agent.lease import Lease, PeerClocks, Standstills, Vouchers, measure_standstill
 from agent.loop import Channel, Loop
 from agent.peers import Answer, Peers
 from agent.progress import RankProgress
@@ -117,6 +117,7 @@ class Supervisor:
         self.renewed = False
         self.vouchers = Vouchers(())
         self.clocks = PeerClocks()
+        self.standstills = Standstills()
         self.fences = False
         self.observations: list[Json] = []
         self.kernel = kernel
@@ -286,6 +287,8 @@ class Supervisor:
         """
         at = now()
         if stamp <= at:
+            # First: a standstill that was counted already must not be counted again for an old stamp.
+            stamp = self.standstills.correct(stamp)
             self._count_standstill(measure_standstill(stamp, age, at))
             stamp = min(stamp, at - age)
         if self.lease is not None and self.lease.renew(stamp, at):
@@ -295,7 +298,9 @@ class Supervisor:
     def _count_standstill(self, lost: float) -> None:
         """Have the lease end earlier by the time for which this node's clock stood still."""
         if lost > 0.0 and self.lease is not None:
+            self.standstills.add(now(), lost)
             self.clocks.forget()
+            self.vouchers.forget()
             self.lease.shift(lost)
             self._inform_guard()
             self.link.send({"stood_still": lost})
@@ -487,7 +492,8 @@ class Supervisor:
         if answer.superseded is not None:
             self.link.send({"superseded": answer.superseded})
             return
-        vouched = self.vouchers.answered(answer.node, answer.asked, answer.alive, answer.leased)
+        asked = self.standstills.correct(answer.asked)
+        vouched = self.vouchers.answered(answer.node, asked, answer.alive, answer.leased)
         if vouched is not None:
             if self.lease is not None:
                 self.lease.vouched(vouched)

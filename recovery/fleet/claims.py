@@ -131,13 +131,15 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
     for old in records:
         job = old.claim.job
         if (record := known.get(job)) is not None:
-            state = _with(state, replace(record, inherited=_both(record, old)))
+            launched = tuple(dict.fromkeys((*record.inherited_launched, *old.launched)))
+            state = _with(state, replace(record, inherited=_both(record, old), inherited_launched=launched))
         elif (last := given_back.get(job)) is None:
             state = _with(state, old)
         elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
             # It has ended, and never knew of ranks that may live there.
-            claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=())
-            state = _with(state, replace(old, claim=claim, granted=(), inherited=inherited, closed=True))
+            claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=(), launched=old.launched)
+            ended = replace(old, claim=claim, granted=(), inherited=inherited, inherited_launched=(), closed=True)
+            state = _with(state, ended)
     return state
 
 
