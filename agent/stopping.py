@@ -118,7 +118,7 @@ def _kill_what_is_left(job: JobState, groups: dict[int, int], below: Order, stuc
     deadline = time.monotonic() + stuck_after
     pause = 0.005
     while True:
-        left = processes.of_token(f"{job.namespace}/{job.job}/", wanted, str(job.state), groups)
+        left = processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups)
         if not left:
             return seen
         for process in left:

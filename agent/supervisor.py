@@ -115,7 +115,8 @@ class Supervisor:
         self.pinged_at = self.looked_at = self.asked_at = 0.0
         self.leave_at: float | None = None
         self.loop.watch(listener.fileno(), lambda events: self._accept())
-        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, peers, self._vitals)
+        self.job = JobState.of(generation.state, token)
+        self.peers = Peers(self.loop, self.job, token, peers, self._vitals)
         self.link = Channel(self.loop, link, self.hear_keeper, self._keeper_went)
 
     def run(self) -> None:
@@ -228,6 +229,7 @@ class Supervisor:
                 "state": self.state,
                 "ranks": self.order["ranks"],
                 "stamp": now(),
+                "place": self.job.place,
             }
             channel.send({"hello": hello})
             self._send_news()
