@@ -51,6 +51,8 @@ class NodeView:
     silent_since: float | None = None
     """CLOCK_MONOTONIC; None while connected."""
     because: str = ""
+    is_elsewhere: bool = False
+    """What answers for it is not where its ranks were started."""
     reported_lost: bool = False
     stream: WatchStream | None = None
     stamp: float | None = None
@@ -95,17 +97,17 @@ class Gang:
 
     def connected(self, node: str, stream: WatchStream) -> None:
         view = self._nodes[node]
-        view.stream, view.silent_since = stream, None
+        view.stream, view.silent_since, view.is_elsewhere = stream, None, False
         view.last_heard = datetime.now(UTC)
         if view.reported_lost:
             view.reported_lost = False
             self._returned.append(node)
             self._news.set()
 
-    def disconnected(self, node: str, because: str) -> float:
+    def disconnected(self, node: str, because: str, *, is_elsewhere: bool = False) -> float:
         """Returns seconds for which this watcher has tried in vain."""
         view = self._nodes[node]
-        view.stream, view.stamp, view.because = None, None, because
+        view.stream, view.stamp, view.because, view.is_elsewhere = None, None, because, is_elsewhere
         if view.silent_since is None:
             view.silent_since = time.monotonic()
         return time.monotonic() - view.silent_since
@@ -313,7 +315,8 @@ class Gang:
         for node, view in self._nodes.items():
             if view.silent_since is not None and not view.reported_lost and time.monotonic() - view.silent_since >= limit:
                 view.reported_lost = True
-                lost.append(NodeUnreachable(self.generation, node, datetime.now(UTC) - view.last_heard, view.because))
+                unheard = datetime.now(UTC) - view.last_heard
+                lost.append(NodeUnreachable(self.generation, node, unheard, view.because, view.is_elsewhere))
         return lost
 
     def _step_to_report(self) -> StepReached | None:

@@ -8,6 +8,7 @@ from datetime import datetime
 from recovery.events import Event
 from recovery.hang import Pace
 from recovery.model import Token
+from recovery.places import StartedPlaces
 from recovery.policy import HangLimits, Timeouts
 
 
@@ -33,6 +34,8 @@ class WatchRanksInput:
     progress_expected: bool = False
     report_checkpoint: bool = False
     """Somebody waits for a checkpoint: the next one that is finished is reported."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where ranks may live on these nodes, as far as that is known: an answer from elsewhere is silence."""
 
 
 @dataclass(frozen=True, slots=True)

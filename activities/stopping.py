@@ -15,6 +15,7 @@ from temporalio import activity
 from backends.base import Backend, BackendError, Gone, StopOrder
 from recovery.fencing import fence_wait
 from recovery.model import Token
+from recovery.places import StartedPlaces, find_doubt
 from recovery.policy import Timeouts
 
 LOOK_AGAIN = 2.0
@@ -36,6 +37,8 @@ class StopRanksInput:
     """Try each node once and leave it at that: the ranks are known to have exited."""
     witnesses: tuple[str, ...] | None = None
     """Nodes of the gang that the silent ones belong to: only their stop bounds how long those go on. None: all of `nodes`."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where the generations were started, as far as that is known: an answer from elsewhere is silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
     async def stop(node: str) -> None:
         nonlocal witnessed_at
         while True:
-            because = await _try_to_stop(backend, node, order)
+            because = await _try_to_stop(backend, node, order, input.places)
             if because is None:
                 gone.append(node)
                 silent.pop(node, None)
@@ -105,13 +108,13 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
                 task.cancel()
 
 
-async def _try_to_stop(backend: Backend, node: str, order: StopOrder) -> str | None:
+async def _try_to_stop(backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]) -> str | None:
     """Return None when the ranks are proven gone, else why not."""
     try:
         answer = await backend.stop(node, order)
     except BackendError as error:
         return error.because
-    return None if isinstance(answer, Gone) else answer.because
+    return find_doubt(places, node, answer.place) if isinstance(answer, Gone) else answer.because
 
 
 @asynccontextmanager

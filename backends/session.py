@@ -30,6 +30,7 @@ from backends.base import (
 from backends.link import Inbox, Link, end
 from backends.pipe import Pipe
 from recovery.model import Token
+from recovery.places import parse_place
 
 ANSWER_WITHIN = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs a few milliseconds."""
@@ -46,9 +47,26 @@ Connect = Callable[[], Awaitable[Pipe]]
 class AgentSession:
     """One node's connection, opened when it is first needed."""
 
-    def __init__(self, node: str, connect: Connect, answer_within: float = ANSWER_WITHIN, silence_breaks: bool = False) -> None:
-        """`silence_breaks`: a session that answers nothing at all is given up, and the next call connects anew."""
+    def __init__(
+        self,
+        node: str,
+        connect: Connect,
+        answer_within: float = ANSWER_WITHIN,
+        silence_breaks: bool = False,
+        server: str = "",
+    ) -> None:
+        """Make a connection, without opening it.
+
+        Args:
+            node: Its name.
+            connect: Starts an agent's `session` there.
+            answer_within: Seconds for an answer that needs no waiting on the node.
+            silence_breaks: A session that answers nothing at all is given up, and the next call
+                connects anew.
+            server: The id of the Temporal server whose orders these are, as tokens name it.
+        """
         self._node = node
+        self._server = server
         self._within = answer_within
         self._connect = connect
         self._silence_breaks = silence_breaks
@@ -57,7 +75,8 @@ class AgentSession:
 
     async def prepare(self, order: PrepareOrder) -> Prepared | Refused:
         body = {key: value for key, value in asdict(order).items() if key != "token"}
-        answer = await self._call("prepare", {"token": _token(order.token), **body}, order.stop_grace + order.stuck_after + self._within)
+        within = order.stop_grace + order.stuck_after + self._within
+        answer = await self._call("prepare", {"token": self._token(order.token), **body}, within)
         if answer["outcome"] == "refused":
             return self._refused(answer)
         return Prepared(
@@ -67,6 +86,7 @@ class AgentSession:
             peer_port=int(answer["peer_port"]),
             stamp=float(answer["stamp"]),
             nonce=str(answer["nonce"]),
+            place=parse_place(answer.get("place")),
         )
 
     async def start(self, order: StartOrder) -> Started | Refused:
@@ -85,22 +105,22 @@ class AgentSession:
         if order.launched is not None:
             launched = order.launched
             body["launched"] = {"command": launched.command, "ranks": launched.ranks, "env": dict(launched.env)}
-        answer = await self._call("start", {"token": _token(order.token), **body}, 2 * self._within)
+        answer = await self._call("start", {"token": self._token(order.token), **body}, 2 * self._within)
         if answer["outcome"] == "refused":
             return self._refused(answer)
         return Started(self._node, {int(rank): int(pid) for rank, pid in answer["pids"].items()}, bool(answer["already"]))
 
     async def stop(self, order: StopOrder) -> Gone | Refused:
-        body = {"token": _token(order.token), "stop_grace": order.stop_grace, "stuck_after": order.stuck_after}
+        body = {"token": self._token(order.token), "stop_grace": order.stop_grace, "stuck_after": order.stuck_after}
         answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
-        return self._refused(answer) if answer["outcome"] == "refused" else Gone(self._node)
+        return self._refused(answer) if answer["outcome"] == "refused" else Gone(self._node, parse_place(answer.get("place")))
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
         return await (self._call("list", {"gpus": True}, GPUS_WITHIN + self._within) if gpus else self._call("list", {}, self._within))
 
     async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
         body = {
-            "token": _token(token),
+            "token": self._token(token),
             "offsets": None if offsets is None else {str(rank): offset for rank, offset in offsets.items()},
             "max_bytes": max_bytes,
             "wait": wait,
@@ -113,7 +133,7 @@ class AgentSession:
         return Logs(chunks, bool(answer["ended"]))
 
     async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
-        answer = await self._call("stacks", {"token": _token(token), "rank": rank}, STACKS_WITHIN + self._within)
+        answer = await self._call("stacks", {"token": self._token(token), "rank": rank}, STACKS_WITHIN + self._within)
         if answer["outcome"] == "refused":
             return self._refused(answer)
         rows = answer.get("stacks")
@@ -156,7 +176,7 @@ class AgentSession:
 
     @asynccontextmanager
     async def watch(self, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[AgentWatch]:
-        order = {"token": _token(token), "after_seq": after_seq, "heartbeat": heartbeat}
+        order = {"token": self._token(token), "after_seq": after_seq, "heartbeat": heartbeat}
         async with self._command("watch", order) as (link, id_, inbox):
             yield AgentWatch(link, id_, inbox, first=self._within, silence=SILENT_BEATS * heartbeat + self._within / 5)
 
@@ -261,6 +281,9 @@ class AgentSession:
             raise ProtocolError(self._node, f"{command} answered with {output} {str(answer.get(output))[:200]!r}, expected a text")
         return answer
 
+    def _token(self, token: Token) -> dict[str, Any]:
+        return {**asdict(token), "server": self._server} if self._server else asdict(token)
+
     def _refused(self, answer: Mapping[str, Any]) -> Refused:
         try:
             highest, boot_id, holder = answer.get("highest"), answer.get("boot_id"), answer.get("held")
@@ -310,7 +333,3 @@ def _refusal(line: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return str(because)[:400]
-
-
-def _token(token: Token) -> dict[str, Any]:
-    return asdict(token)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Annotated, Literal
 
@@ -10,6 +10,7 @@ from pydantic import Field
 
 from recovery.model import ExaminedNode, Slot
 from recovery.observations import Observation
+from recovery.places import StartedPlaces
 from recovery.policy import Policy, Strategy
 
 
@@ -36,6 +37,8 @@ class RanksFound:
     """Ranks of an earlier submission live on these nodes: it was ended without stopping them."""
 
     nodes: tuple[str, ...]
+    places: tuple[StartedPlaces, ...] = ()
+    """Where they may have been started, of a launch that was given up half-way."""
     kind: Literal["RanksFound"] = "RanksFound"
 
 
@@ -73,6 +76,8 @@ class Launched:
     """When every older rank was proven gone on all nodes."""
     started_at: datetime
     """When every node had answered that its ranks run."""
+    places: dict[str, str] = field(default_factory=dict)
+    """`Place.text` by node: where they were started."""
     kind: Literal["Launched"] = "Launched"
 
 
@@ -90,6 +95,8 @@ class NodeRefusal:
 class LaunchRefused:
     generation: int
     refusals: tuple[NodeRefusal, ...]
+    places: dict[str, str] = field(default_factory=dict)
+    """As in Launched, where some may have been started."""
     kind: Literal["LaunchRefused"] = "LaunchRefused"
 
 
@@ -104,6 +111,10 @@ class LaunchFailed:
     may_start_within: timedelta
     """How long a node that did not answer may still take an order that was sent."""
     because: str
+    places: dict[str, str] = field(default_factory=dict)
+    """As in Launched, where some may have been started."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of `unreachable` that answer, but not from where older ranks were started."""
     kind: Literal["LaunchFailed"] = "LaunchFailed"
 
 
@@ -135,6 +146,8 @@ class NodeUnreachable:
     unheard_for: timedelta
     """Since its last word to this watcher (or since this watcher began): an age, because clocks of controllers differ."""
     because: str
+    is_elsewhere: bool = False
+    """It answers, but not from where its ranks were started; `because` says so, naming it."""
     kind: Literal["NodeUnreachable"] = "NodeUnreachable"
 
 

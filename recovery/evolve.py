@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import assert_never
 
 from recovery.causes import OWN_CAUSES, Cause
-from recovery.decide import answers, is_echo, is_stale
+from recovery.decide import answers, explain_unreachable, is_echo, is_stale
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
     Answered,
@@ -63,6 +63,7 @@ from recovery.model import (
     Try,
     Wait,
 )
+from recovery.places import StartedPlaces, limit_places, record_places
 from recovery.policy import KEPT_TRIES, Policy
 from recovery.spec import duration
 
@@ -71,6 +72,21 @@ KEPT_NOTICES = 5
 
 def absorb(job: JobState, event: Event, now: datetime) -> JobState:
     """Take in what an event says, before anything is decided about it."""
+    after = _absorb(job, event, now)
+    if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
+        # Also of a launch that was given up: what was ordered may have been carried out.
+        older = () if isinstance(event, Launched) and after is not job else after.places
+        started = StartedPlaces(job.submission, event.generation, event.places)
+        return replace(after, places=record_places(older, started, after.maybe_alive))
+    if isinstance(event, RanksFound):
+        for started in event.places:
+            after = replace(after, places=record_places(after.places, started, after.maybe_alive))
+    if after.places and after.maybe_alive != job.maybe_alive:
+        return replace(after, places=limit_places(after.places, after.maybe_alive))
+    return after
+
+
+def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
     if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
         return job
     match event:
@@ -100,8 +116,9 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case FaultObserved() | RanksHung() | LaunchRefused():
             return _absorb_fault(job, event, now)
         case NodeUnreachable():
-            lost = (*(lost for lost in job.lost if lost.node != event.node), LostNode(event.node, now - event.unheard_for, event.because))
-            diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
+            own = LostNode(event.node, now - event.unheard_for, event.because, event.is_elsewhere)
+            lost = (*(lost for lost in job.lost if lost.node != event.node), own)
+            diagnosis = Diagnosis(Cause.NODE_LOST, explain_unreachable(event), nodes=(event.node,))
             return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
         case NodeReturned():
             job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
@@ -353,7 +370,9 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
     maybe_alive = tuple(dict.fromkeys((*job.maybe_alive, *nodes))) if event.started else job.maybe_alive
     known = set(job.lost_names)
     newly = tuple(
-        LostNode(n, now + event.may_start_within, event.because) for n in event.unreachable if n in maybe_alive and n not in known
+        LostNode(n, now + event.may_start_within, event.because, n in event.elsewhere)
+        for n in event.unreachable
+        if n in maybe_alive and n not in known
     )
     job = replace(job, maybe_alive=maybe_alive, lost=(*job.lost, *newly))
     return open_incident(job, diagnose(job, event), now, now)

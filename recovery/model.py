@@ -14,6 +14,7 @@ from pydantic import Field
 
 from recovery.causes import Cause
 from recovery.evidence import Verdict
+from recovery.places import StartedPlaces
 from recovery.policy import Policy, Strategy
 from recovery.spec import JobSpec
 
@@ -230,6 +231,8 @@ class LostNode:
     node: str
     last_heard_at: datetime
     because: str
+    is_elsewhere: bool = False
+    """Something answers for it, but not from where its ranks were started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +371,8 @@ class JobState:
     """By which the newest generation was decided."""
     maybe_alive: tuple[str, ...] = ()
     """Nodes on which ranks of some generation of this job may live: started there and not proven gone."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where those were started, by generation: only an answer from there proves anything of them."""
     lost: tuple[LostNode, ...] = ()
     asked: Ask | None = None
     """What a person was asked last, as it was asked first."""

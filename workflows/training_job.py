@@ -35,6 +35,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.ladder import left_with, why_left
     from recovery.leaving import left_out
     from recovery.model import Ask, Decision, Examine, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+    from recovery.places import StartedPlaces
     from recovery.policy import Strategy
     from recovery.ranks import seat
     from workflows import orders
@@ -68,6 +69,9 @@ class TrainingJob(Mailbox):
         self._leaving: list[asyncio.Task[None]] = []
         self._launching = False
         """Ranks may have been ordered that `maybe_alive` does not know of."""
+        self._launched_generation = 0
+        self._sent: dict[str, str] = {}
+        """Where, as `orders.launch` has it."""
         self._watches = Watches(lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
@@ -214,7 +218,10 @@ class TrainingJob(Mailbox):
     async def _find_half_launched(self) -> None:
         """After a launch that was given up half-way: nobody has said yet where ranks were started."""
         if self._launching:
-            found = RanksFound(tuple(slot.node for slot in self._job.slots if slot.node not in self._dead))
+            found = RanksFound(
+                tuple(slot.node for slot in self._job.slots if slot.node not in self._dead),
+                (StartedPlaces(self._job.submission, self._launched_generation, dict(self._sent)),),
+            )
             self._inbox.append(found)
             await workflow.wait_condition(lambda: found not in self._inbox)
             self._launching = False
@@ -257,8 +264,8 @@ class TrainingJob(Mailbox):
             await workflow.wait_condition(lambda: self._job.slots == slots)
             await self._claims.say_what_is_left()
         token = replace(self._job.token, generation=decision.generation)
-        self._launching = True
-        self._inbox.append(await orders.launch(self._job, token, slots))
+        self._launching, self._launched_generation, self._sent = True, decision.generation, {}
+        self._inbox.append(await orders.launch(self._job, token, slots, self._sent))
         self._launching = False
 
     async def _let_go(self) -> None:

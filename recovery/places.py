@@ -1,0 +1,145 @@
+"""Where a generation was started, and what an answer from there proves.
+
+Only the machine that holds the processes, asked as the user who started them and out of the state
+that they were started from, can say that they are gone. An agent anywhere else has never seen them:
+its answer proves nothing, and counts as silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+MAX_LETTERS = 64
+"""Of one part of a place, as an agent tells it."""
+MAX_UID = 2**32
+BOOT_DIGITS = 12
+SHOWN_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an agent carries out the orders of one job."""
+
+    machine: str
+    boot_id: str
+    uid: int
+    state: str
+    """The id of what this user keeps there of this job; empty: nothing is kept of it."""
+
+    @property
+    def text(self) -> str:
+        """Short, for the state of a job has one for each of 2,048 nodes."""
+        return f"{self.machine} {self.boot_id} {self.uid} {self.state}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Place:
+        machine, boot_id, uid, state = text.split(" ")
+        return cls(machine, boot_id, int(uid), state)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedPlaces:
+    """The places of one generation's nodes."""
+
+    submission: int
+    generation: int
+    by_node: dict[str, str]
+    """`Place.text` by node."""
+
+
+def parse_place(value: object) -> Place | None:
+    """Read what an agent tells; None: it tells none, or none that can be read."""
+    if not isinstance(value, Mapping):
+        return None
+    texts = [value.get(name) for name in ("machine", "boot_id", "state")]
+    uid = value.get("uid")
+    if isinstance(uid, bool) or not isinstance(uid, int) or not 0 <= uid < MAX_UID:
+        return None
+    words = [text for text in texts if isinstance(text, str) and len(text) <= MAX_LETTERS]
+    if len(words) < len(texts) or any(not word.isprintable() or " " in word for word in words):
+        return None
+    machine, boot_id, state = words
+    if not machine or not boot_id:
+        return None
+    return Place(machine, hashlib.sha256(boot_id.encode()).hexdigest()[:BOOT_DIGITS], uid, state)
+
+
+def explain_doubt(node: str, generation: int, started: Place, answering: Place | None) -> str | None:
+    """Say why an answer proves nothing of ranks that were started at `started`; None: it proves.
+
+    Another boot of the same place is proof as well: the ranks have ended with the boot before it.
+    """
+    if answering is None:
+        return f"{node} answers without saying where it runs, so whether generation {generation} was started there is not known"
+    if answering.machine != started.machine:
+        was, now = started.machine[:SHOWN_DIGITS], answering.machine[:SHOWN_DIGITS]
+        return f"{node} answers, but from another machine than the one generation {generation} was started on (machine {now}, was {was})"
+    if answering.uid != started.uid:
+        return (
+            f"{node} answers, but as another user than the one generation {generation} "
+            f"was started as (uid {answering.uid}, was {started.uid})"
+        )
+    if not started.state or answering.state != started.state:
+        return (
+            f"{node} answers, but its agent does not have the state that generation {generation} "
+            "was started from: it was deleted or moved, or this is another host or another server"
+        )
+    return None
+
+
+def find_doubt(places: Iterable[StartedPlaces], node: str, answering: Place | None) -> str | None:
+    """Say why an answer for `node` proves nothing of some generation that may live there.
+
+    None: it proves, or where the generations of that node were started is not known.
+    """
+    for one in places:
+        if (text := one.by_node.get(node)) is not None:
+            doubt = explain_doubt(node, one.generation, Place.from_text(text), answering)
+            if doubt is not None:
+                return doubt
+    return None
+
+
+def explain_forgotten(places: Iterable[StartedPlaces], node: str, generation: int, answering: Place | None) -> str | None:
+    """Say why a place that answers "never prepared here" proves nothing of `generation`; None: it does.
+
+    The place that started it would know it, unless what it had written down has been removed. After
+    a reboot that does not matter.
+    """
+    doubt = find_doubt(places, node, answering)
+    if doubt is not None or answering is None:
+        return doubt
+    for one in places:
+        text = one.by_node.get(node) if one.generation == generation else None
+        if text is not None and answering.boot_id == Place.from_text(text).boot_id:
+            return f"{node} does not know generation {generation} any more, which was started there: its files were removed"
+    return None
+
+
+def limit_places(places: Iterable[StartedPlaces], nodes: Iterable[str]) -> tuple[StartedPlaces, ...]:
+    """Return what concerns these nodes."""
+    wanted = set(nodes)
+    kept = []
+    for one in places:
+        by_node = {node: text for node, text in one.by_node.items() if node in wanted}
+        if by_node:
+            kept.append(replace(one, by_node=by_node))
+    return tuple(kept)
+
+
+def record_places(places: tuple[StartedPlaces, ...], started: StartedPlaces, maybe_alive: Iterable[str]) -> tuple[StartedPlaces, ...]:
+    """Add where a generation may have been started, and keep what concerns nodes where ranks may live.
+
+    What proves the newer generation gone at a place does so for all older ones at the same place.
+    """
+    others, own = [], dict(started.by_node)
+    for one in places:
+        if (one.submission, one.generation) == (started.submission, started.generation):
+            own = {**one.by_node, **own}
+    for one in places:
+        if (one.submission, one.generation) != (started.submission, started.generation):
+            left = {node: text for node, text in one.by_node.items() if own.get(node) != text}
+            others.append(replace(one, by_node=left))
+    return limit_places((*others, replace(started, by_node=own)), maybe_alive)
