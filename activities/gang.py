@@ -54,6 +54,7 @@ class NodeView:
     is_elsewhere: bool = False
     """What answers for it is not where its ranks were started."""
     reported_lost: bool = False
+    reported_elsewhere: bool = False
     stream: WatchStream | None = None
     stamp: float | None = None
     """The newest that is not renewed from."""
@@ -71,7 +72,12 @@ class Gang:
     def __init__(self, input: WatchRanksInput, pace: Pace, before: WatchHeartbeat | None = None) -> None:
         now = datetime.now(UTC)
         self.input = input
-        self._nodes = {node: NodeView(now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost) for node in input.nodes}
+        self._nodes = {
+            node: NodeView(
+                now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost, reported_elsewhere=node in input.elsewhere
+            )
+            for node in input.nodes
+        }
         self._pace = pace
         self._faults: list[tuple[Observation, bool]] = []
         """Each with whether it may be the root; judged once, for thousands come together."""
@@ -100,7 +106,7 @@ class Gang:
         view.stream, view.silent_since, view.is_elsewhere = stream, None, False
         view.last_heard = datetime.now(UTC)
         if view.reported_lost:
-            view.reported_lost = False
+            view.reported_lost = view.reported_elsewhere = False
             self._returned.append(node)
             self._news.set()
 
@@ -313,8 +319,10 @@ class Gang:
         lost = []
         limit = self.input.timeouts.lost_after.total_seconds()
         for node, view in self._nodes.items():
-            if view.silent_since is not None and not view.reported_lost and time.monotonic() - view.silent_since >= limit:
-                view.reported_lost = True
+            # What answers from elsewhere is other news than silence, and has another cure.
+            is_told = view.reported_lost and view.is_elsewhere <= view.reported_elsewhere
+            if view.silent_since is not None and not is_told and time.monotonic() - view.silent_since >= limit:
+                view.reported_lost, view.reported_elsewhere = True, view.is_elsewhere
                 unheard = datetime.now(UTC) - view.last_heard
                 lost.append(NodeUnreachable(self.generation, node, unheard, view.because, view.is_elsewhere))
         return lost

@@ -28,6 +28,8 @@ class WatchRanksInput:
     """Ranks by node that are known to have exited with 0: their observations are behind `after_seq` and come no more."""
     lost: tuple[str, ...] = ()
     """Nodes already reported unreachable: reported again only when they return."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of `lost` of which it was reported that they answer from elsewhere."""
     hang_known: bool = False
     """A hang would be no news: the job waits for a lost node."""
     report_at_step: int | None = None

@@ -169,6 +169,7 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             after_seq={node: seq for node, seq in after_seq.items() if node in names},
             exited={node: ranks for node, ranks in exited.items() if node in names},
             lost=tuple(node for node in job.lost_names if node in names),
+            elsewhere=tuple(lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names),
             hang_known=job.owed is not None,
             # One shard tells it for all: each that did would end its watch, and need another.
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
