@@ -15,7 +15,7 @@ from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-FENCING = {"lease": "1s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
+FENCING = {"lease": "4s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
 RUNS = Progress(rate=20.0, hangs=True)
 ELSEWHERE = "answers, but from another machine than the one generation 1 was started on"
 
