@@ -105,6 +105,19 @@ async def connect(state: Path, address: str | None = None) -> Client:
         raise Mistake(f"the Temporal server at {target} cannot be reached: {cause}; expected the host:port of a running server") from None
 
 
+async def read_server_id(client: Client) -> str:
+    """Return what tells this server, and this namespace of it, from all others.
+
+    It is the id that the server's database gave the namespace when it was made: it outlives restarts
+    of the server, and a namespace that is replicated to another cluster keeps it there.
+    """
+    from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
+
+    request = DescribeNamespaceRequest(namespace=client.namespace)
+    described = await client.workflow_service.describe_namespace(request)
+    return described.namespace_info.id
+
+
 async def ensure_namespace(client: Client) -> None:
     """Make the namespace know our search attributes, and keep closed jobs for `RETENTION`. Repeating it changes nothing.
 

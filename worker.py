@@ -36,7 +36,7 @@ from activities.watch import WatchActivities
 from backends.artifact import build_agent
 from backends.base import Backend, EventQueue
 from backends.local import LocalBackend
-from connection import connect, ensure_namespace
+from connection import connect, ensure_namespace, read_server_id
 from console.files import read_fleet
 from recovery.spec import FleetSpec
 from settings import Mistake, Settings, describe_settings, read_settings
@@ -63,6 +63,14 @@ class WorkerFleets:
     """The file as it was when it was read last, by what changes with it."""
     replaced: list[Backend] = field(default_factory=list)
     """Backends of fleets as they were: whatever goes on over them comes to its end."""
+    server: str = ""
+    """The id of the Temporal server that this worker works for."""
+
+    def serve_for(self, server: str) -> None:
+        """Give all orders to nodes in the name of this Temporal server, before the first is given."""
+        self.server = server
+        for backend in self.backends.values():
+            backend.server = server
 
     def read_again(self, fleet: str) -> FleetSpec:
         """Read the fleet's file anew, and serve what it says now.
@@ -82,6 +90,7 @@ class WorkerFleets:
                 raise Mistake(f"fleet file {path}: it is of fleet {spec.name!r} now, expected {fleet!r} until the worker is started anew")
             if spec != before:
                 backend = make_backend(path, spec)
+                backend.server = self.server
                 self.replaced.append(self.backends[fleet])
                 self.specs[fleet], self.backends[fleet] = spec, backend
         except Mistake as mistake:
@@ -224,6 +233,7 @@ async def serve(settings: Settings) -> None:
     fleets = make_fleets(settings)
     client = await connect(settings.state)
     await ensure_namespace(client)
+    fleets.serve_for(await read_server_id(client))
     beside = [asyncio.create_task(one) for one in _beside(client, fleets)]
     try:
         async with make_worker(client, settings, fleets):

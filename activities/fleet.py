@@ -175,7 +175,7 @@ class FleetActivities:
         async with beating() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
             seen = await self._see(backend, input)
-        mine = identity(self._client.namespace, input.fleet)
+        mine = identity(self._client.namespace, input.fleet, backend.server)
         gone = Seen(f"fleet file {input.fleet} of this worker does not name it")
         return tuple(_look(node, seen.get(node, gone), mine) for node in input.nodes)
 
@@ -235,7 +235,8 @@ class FleetActivities:
         """Try once to stop the submission on nodes; return those on which it is proven gone."""
         listed = await _of_each(self._known(input.fleet, nodes), lambda node: ask(backend, node))
         answering = tuple(node for node, found in listed.items() if not isinstance(found, str))
-        mine, own = (self._client.namespace, input.job), identity(self._client.namespace, input.fleet)
+        mine = (backend.server, self._client.namespace, input.job)
+        own = identity(self._client.namespace, input.fleet, backend.server)
         known = {node: _tokens(found, mine, own) for node, found in listed.items() if not isinstance(found, str)}
         # Where another fleet has launched this job, too, only what is below that may be stopped.
         shared = {node for node in answering if _has_others(listed[node], mine, own)}
@@ -347,7 +348,10 @@ def _look(node: str, seen: Seen, mine: str) -> NodeLook:
             if not any(rank.get("alive") for rank in generation.get("ranks", ())):
                 continue
             # What another fleet runs there is not this one's to stop, and still in everybody's way.
-            if job["namespace"] != mine.rpartition("/")[0]:
+            server, _, namespace = mine.rpartition("/")[0].rpartition("/")
+            if job.get("server") not in (None, server):
+                others[f"job {job['job']} of another Temporal server runs on it"] = None
+            elif job["namespace"] != namespace:
                 others[f"job {job['job']} of namespace {job['namespace']} runs on it"] = None
             elif _is_others(generation, mine):
                 others[f"ranks of job {job['job']} of fleet {str(generation['fleet']).rpartition('/')[2]} live on it"] = None
@@ -372,10 +376,10 @@ def _is_others(generation: Mapping[str, Any], mine: str) -> bool:
     return generation.get("fleet") not in (None, "", mine)
 
 
-def _has_others(listed: Listed, mine: tuple[str, str], fleet: str) -> bool:
+def _has_others(listed: Listed, mine: tuple[str, str, str], fleet: str) -> bool:
     if isinstance(listed, str):
         return False
-    jobs = [job for job in listed.get("jobs", ()) if (job.get("namespace"), job.get("job")) == mine]
+    jobs = [job for job in listed.get("jobs", ()) if _name_of(job, mine[0]) == mine]
     return any(_is_others(one, fleet) for job in jobs for one in job.get("generations", ()))
 
 
@@ -388,11 +392,16 @@ def _find_outliers(newest: Mapping[str, Token]) -> tuple[str, ...]:
     return tuple(node for node, token in newest.items() if token.generation > most)
 
 
-def _tokens(listed: Mapping[str, Any], mine: tuple[str, str], fleet: str) -> list[Token]:
+def _name_of(job: Mapping[str, Any], server: str) -> tuple[Any, Any, Any]:
+    """Return what names a job that a node lists. What names no server says by its fleets whose it is."""
+    return job.get("server", server), job.get("namespace"), job.get("job")
+
+
+def _tokens(listed: Mapping[str, Any], mine: tuple[str, str, str], fleet: str) -> list[Token]:
     """Every launch of a job by this fleet that a node knows of, also what was only prepared."""
     found: list[Token] = []
     for job in listed.get("jobs", ()):
-        if (job.get("namespace"), job.get("job")) != mine:
+        if _name_of(job, mine[0]) != mine:
             continue
         generations = job.get("generations", ())
         others = [(one["submission"], one["generation"]) for one in generations if _is_others(one, fleet)]
@@ -402,5 +411,5 @@ def _tokens(listed: Mapping[str, Any], mine: tuple[str, str], fleet: str) -> lis
         if others:
             # To stop a generation is to stop all below it.
             numbers = [one for one in numbers if one < min(others)]
-        found += [Token(*mine, submission, generation) for submission, generation in numbers]
+        found += [Token(*mine[1:], submission, generation) for submission, generation in numbers]
     return found

@@ -55,7 +55,10 @@ class NodeView:
     silent_since: float | None = None
     """CLOCK_MONOTONIC; None while connected."""
     because: str = ""
+    is_elsewhere: bool = False
+    """What answers for it is not where its ranks were started."""
     reported_lost: bool = False
+    reported_elsewhere: bool = False
     misbehaves: bool = False
     """It said what makes no sense: it counts as silent, and is not renewed, until it has made sense for a while."""
     good_beats: int = 0
@@ -78,7 +81,12 @@ class Gang:
     def __init__(self, input: WatchRanksInput, pace: Pace, before: WatchHeartbeat | None = None) -> None:
         now = read_boot_clock()
         self.input = input
-        self._nodes = {node: NodeView(now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost) for node in input.nodes}
+        self._nodes = {
+            node: NodeView(
+                now, seq=input.after_seq.get(node, 0), reported_lost=node in input.lost, reported_elsewhere=node in input.elsewhere
+            )
+            for node in input.nodes
+        }
         self._pace = pace
         self._faults: list[tuple[Observation, bool]] = []
         """Each with whether it may be the root; judged once, for thousands come together."""
@@ -107,7 +115,7 @@ class Gang:
 
     def connected(self, node: str, stream: WatchStream) -> None:
         view = self._nodes[node]
-        view.stream, view.good_beats = stream, 0
+        view.stream, view.good_beats, view.is_elsewhere = stream, 0, False
         view.last_heard = read_boot_clock()
 
     def misbehaved(self, node: str, because: str) -> bool:
@@ -128,14 +136,14 @@ class Gang:
             return
         view.misbehaves, view.silent_since = False, None
         if view.reported_lost:
-            view.reported_lost = False
+            view.reported_lost = view.reported_elsewhere = False
             self._returned.append(node)
             self._news.set()
 
-    def disconnected(self, node: str, because: str) -> float:
+    def disconnected(self, node: str, because: str, *, is_elsewhere: bool = False) -> float:
         """Returns seconds for which this watcher has tried in vain."""
         view = self._nodes[node]
-        view.stream, view.stamp, view.because = None, None, because
+        view.stream, view.stamp, view.because, view.is_elsewhere = None, None, because, is_elsewhere
         if view.silent_since is None:
             view.silent_since = time.monotonic()
         return time.monotonic() - view.silent_since
@@ -384,9 +392,11 @@ class Gang:
         lost = []
         limit = self.input.timeouts.lost_after.total_seconds()
         for node, view in self._nodes.items():
-            if view.silent_since is not None and not view.reported_lost and time.monotonic() - view.silent_since >= limit:
-                view.reported_lost = True
-                lost.append(NodeUnreachable(self.generation, node, self._age(view), view.because))
+            # What answers from elsewhere is other news than silence, and has another cure.
+            is_told = view.reported_lost and view.is_elsewhere <= view.reported_elsewhere
+            if view.silent_since is not None and not is_told and time.monotonic() - view.silent_since >= limit:
+                view.reported_lost, view.reported_elsewhere = True, view.is_elsewhere
+                lost.append(NodeUnreachable(self.generation, node, self._age(view), view.because, view.is_elsewhere))
         return lost
 
     def _step_to_report(self) -> StepReached | None:

@@ -33,6 +33,7 @@ from recovery.events import NodeRefusal
 from recovery.fencing import peers_of
 from recovery.launchers import launcher_command
 from recovery.model import Slot, Token
+from recovery.places import StartedPlaces, find_doubt
 from recovery.policy import Timeouts
 from recovery.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
 from recovery.spec import JobSpec
@@ -63,6 +64,8 @@ class LaunchRanksInput:
     """This shard as it was prepared, where there are several: only start it."""
     gang: Gang | None = None
     """All shards together, where there are several."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where older generations may live on these nodes, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class PreparedNode:
     stamp: float
     nonce: str = field(default="", repr=False)
     """What the node contributes to the secret; empty where this travels through history."""
+    place: str = ""
+    """`Place.text`, where the node tells one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,10 @@ class LaunchRanksOutput:
     unreachable: tuple[str, ...] = ()
     because: str = ""
     start_sent: bool = False
+    elsewhere: tuple[str, ...] = ()
+    """Those of `unreachable` that answer, but not from where older generations were started."""
+    places: dict[str, str] = field(default_factory=dict)
+    """`Place.text` by node, once `start` was sent to some."""
 
 
 class JobActivities:
@@ -122,10 +131,20 @@ class JobActivities:
         backend = self._fleets.backend(input.spec.fleet)
         async with beating() as left:
             left.extend(activity.info().heartbeat_details)
-            return await self._launch(backend, input, left)
+            try:
+                return await self._launch(backend, input, left)
+            except asyncio.CancelledError:
+                details = activity.cancellation_details()
+                if details is None or not details.cancel_requested:
+                    raise  # this worker ends, and another one goes on
+                # Whoever gave the launch up has to know where its ranks may live.
+                return LaunchRanksOutput(because="cancelled", start_sent=bool(left), places=_places_of(left))
 
     async def _launch(self, backend: Backend, input: LaunchRanksInput, left: list[Any]) -> LaunchRanksOutput:
-        """Launch; `left` holds the stamps of the preparation that an attempt before this one may have started ranks of."""
+        """Launch.
+
+        `left` holds what an attempt before this one may have started ranks of: stamps and places.
+        """
         try:
             if input.prepared:
                 prepared, stopped_at = input.prepared, datetime.now(UTC)
@@ -138,26 +157,29 @@ class JobActivities:
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
         except NodesUnreachable as error:
-            # An attempt before this one may have sent the order to start: to those, too.
-            gave_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=bool(left))
-            return _retry_or(error, gave_up)
+            given_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), elsewhere=error.elsewhere)
+            if left:  # an attempt before this one may have started ranks
+                given_up = replace(given_up, start_sent=True, places=_places_of(left))
+            return _retry_or(error, given_up)
         stamps = {node.node: node.stamp for node in prepared}
+        places = {node.node: node.place for node in prepared if node.place}
         if left and (anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]):
             # Its ports and its part of the secret are new, and the others may run with the old ones: two halves of a gang.
             because = "it had to be prepared again, when other nodes may have been started already"
             refusals = tuple(NodeRefusal(node, "prepared_again", because) for node in anew[:MOST_NAMED])
-            return LaunchRanksOutput(refusals=refusals, start_sent=True)
-        left[:] = [stamps]
-        await self._still_ours(stamps)
+            return LaunchRanksOutput(refusals=refusals, places=_places_of(left), start_sent=True)
+        left[:] = [stamps, places]
+        await self._still_ours(stamps, places)
         try:
             await self._start(backend, input, prepared)
         except NodesRefused as error:
-            return LaunchRanksOutput(refusals=error.refusals, start_sent=True)
+            return LaunchRanksOutput(refusals=error.refusals, places=places, start_sent=True)
         except NodesUnreachable as error:
-            return _retry_or(error, LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=True))
-        return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC))
+            given_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=True, places=places)
+            return _retry_or(error, given_up)
+        return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC), places=places)
 
-    async def _still_ours(self, stamps: dict[str, float]) -> None:
+    async def _still_ours(self, stamps: dict[str, float], places: dict[str, str]) -> None:
         """Between the rounds, have the server acknowledge that this attempt is the current one, and keep what it is about to start.
 
         A launcher that was frozen since `prepare` has been replaced meanwhile, and what it prepared may be meant for nobody any more.
@@ -166,18 +188,27 @@ class JobActivities:
             RPCError: it is not, or the server does not answer; the launch is repeated by whoever is current.
         """
         # A failure carries the details that the SDK knows of, and takes the place of those that the server was told.
-        activity.heartbeat(stamps)
+        activity.heartbeat(stamps, places)
         if self._client is not None:
-            await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat(stamps)
+            await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat(stamps, places)
 
     async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
         orders = {
-            slot.node: _prepare_order(input, _address(backend, slot), input.first_group_rank + index)
+            slot.node: _prepare_order(input, _address(backend, slot), input.first_group_rank + index, backend.server)
             for index, slot in enumerate(input.slots)
         }
         answers = await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
+        _refuse_elsewhere(input.places, answers)
         return tuple(
-            PreparedNode(slot.node, _address(backend, slot), answer.master_port, answer.peer_port, answer.stamp, answer.nonce)
+            PreparedNode(
+                slot.node,
+                _address(backend, slot),
+                answer.master_port,
+                answer.peer_port,
+                answer.stamp,
+                answer.nonce,
+                answer.place.text if answer.place else "",
+            )
             for slot, answer in zip(input.slots, answers, strict=True)
             if isinstance(answer, Prepared)
         )
@@ -220,9 +251,11 @@ class JobActivities:
 
 
 class NodesUnreachable(Exception):
-    def __init__(self, nodes: tuple[str, ...], because: str) -> None:
+    def __init__(self, nodes: tuple[str, ...], because: str, elsewhere: tuple[str, ...] = ()) -> None:
         super().__init__(because)
         self.nodes = nodes
+        self.elsewhere = elsewhere
+        """Those of `nodes` that answer, but not from where older generations were started."""
 
 
 class NodesRefused(Exception):
@@ -283,7 +316,7 @@ async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awai
     return [r for r in results if not isinstance(r, Refused | BackendError)]
 
 
-def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int) -> PrepareOrder:
+def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int, server: str) -> PrepareOrder:
     timeouts = input.timeouts
     return PrepareOrder(
         token=input.token,
@@ -294,7 +327,7 @@ def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int) -> Pr
         stop_grace=timeouts.stop_grace.total_seconds(),
         valid_for=timeouts.valid_for.total_seconds(),
         heartbeat=timeouts.heartbeat.total_seconds(),
-        fleet=identity(input.token.namespace, input.spec.fleet),
+        fleet=identity(input.token.namespace, input.spec.fleet, server),
     )
 
 
@@ -313,12 +346,31 @@ async def _shared_secret(backend: Backend, input: LaunchRanksInput, gang: Gang, 
     if not backend.fences:
         return ""
     node, address, _ = gang.members[0]
-    [answer] = await _on_all(input.token, [node], lambda name: backend.prepare(name, _prepare_order(input, address, 0)))
+    order = _prepare_order(input, address, 0, backend.server)
+    [answer] = await _on_all(input.token, [node], lambda name: backend.prepare(name, order))
     assert isinstance(answer, Prepared), "a refusal is raised"
     if answer.stamp != gang.stamp:
         because = "it had to be prepared again, when other nodes may have been started already"
         raise NodesRefused((NodeRefusal(node, "prepared_again", because),))
     return secret_of(input.token, answer.nonce)
+
+
+def _places_of(left: list[Any]) -> dict[str, str]:
+    """Return the places that an attempt left behind with its heartbeat; none where it told none."""
+    return dict(left[1]) if left[1:] else {}
+
+
+def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepared]) -> None:
+    """Take a preparation that proves nothing of older ranks of the node for no answer.
+
+    Raises:
+        NodesUnreachable: some node prepared somewhere else than older generations were started.
+    """
+    doubts = {one.node: find_doubt(places, one.node, one.place) for one in answers}
+    elsewhere = tuple(node for node, doubt in doubts.items() if doubt is not None)
+    if elsewhere:
+        more = f"; and {len(elsewhere) - 1} more" if elsewhere[1:] else ""
+        raise NodesUnreachable(elsewhere, f"{doubts[elsewhere[0]]}{more}", elsewhere)
 
 
 def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], BelowLauncher | None]:

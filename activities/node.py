@@ -126,7 +126,7 @@ class NodeActivities:
 
 
 async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
-    within, fleet = order.within.total_seconds(), _identity(order.fleet)
+    within, fleet = order.within.total_seconds(), _identity(backend, order.fleet)
     answer: Mapping[str, Any] | Refused
     match order.verb:
         case "probe":
@@ -156,8 +156,8 @@ async def _exchange(backend: Backend, node: str, within: float, kernel_since: ti
     return {**answer, "exchange": {"sent": sent, "received": time.time()}}
 
 
-def _identity(fleet: str) -> str:
-    return identity(activity.info().namespace, fleet)
+def _identity(backend: Backend, fleet: str) -> str:
+    return identity(activity.info().namespace, fleet, backend.server)
 
 
 async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: timedelta, fleet: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ async def _examine(backend: Backend, node: str, input: ExamineNodesInput) -> Hea
     if facts is not None and level:
         within = min(DIAGNOSE_WITHIN[level], max(timedelta(seconds=1), ends - datetime.now(UTC) - timedelta(seconds=10)))
         try:
-            diag = await _diagnose(backend, node, input.id, level, within, _identity(input.fleet))
+            diag = await _diagnose(backend, node, input.id, level, within, _identity(backend, input.fleet))
         except BackendError as error:
             diag = {"refused": "no_answer", "because": error.because}
     return read_health(facts, diag, expected_gpus=expected, level=level, catalog=catalog(input.catalog), unread=unread)

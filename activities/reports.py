@@ -8,6 +8,7 @@ from datetime import datetime
 from recovery.events import Event
 from recovery.hang import Pace
 from recovery.model import Token
+from recovery.places import StartedPlaces
 from recovery.policy import HangLimits, Timeouts
 
 
@@ -27,6 +28,8 @@ class WatchRanksInput:
     """Ranks by node that are known to have exited with 0: their observations are behind `after_seq` and come no more."""
     lost: tuple[str, ...] = ()
     """Nodes already reported unreachable: reported again only when they return."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of `lost` of which it was reported that they answer from elsewhere."""
     hang_known: bool = False
     """A hang would be no news: the job waits for a lost node."""
     report_at_step: int | None = None
@@ -37,6 +40,8 @@ class WatchRanksInput:
     """Number of the first process of the first node; each node has the next `ranks_per_node`. None: not known."""
     world_size: int = 0
     """Ranks of the whole job: a launcher is numbered behind them."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where ranks may live on these nodes, as far as that is known: an answer from elsewhere is silence."""
 
 
 @dataclass(frozen=True, slots=True)

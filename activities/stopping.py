@@ -16,6 +16,7 @@ from activities.clocks import read_boot_clock
 from backends.base import Backend, BackendError, Gone, StopOrder
 from recovery.fencing import safe_launch_at, unknown_generation
 from recovery.model import LaunchedGeneration, Token
+from recovery.places import StartedPlaces, find_doubt
 from recovery.policy import Timeouts
 
 LOOK_AGAIN = 2.0
@@ -40,6 +41,8 @@ class StopRanksInput:
     generations: tuple[LaunchedGeneration, ...] = ()
     """The launches whose ranks may be alive: by their times, and by no present policy, silent nodes
     are judged. Empty (an order of an older version): one launch, by the fields above."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where the generations were started, as far as that is known: an answer from elsewhere is silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
 
     async def stop(node: str) -> None:
         while True:
-            because = await _try_to_stop(backend, node, order)
+            because = await _try_to_stop(backend, node, order, input.places)
             if because is None:
                 stopped_at[node] = read_boot_clock()
                 silent.pop(node, None)
@@ -131,13 +134,13 @@ def launched_generations(input: StopRanksInput) -> tuple[LaunchedGeneration, ...
     return (*known, unknown_generation(strange)) if strange else known
 
 
-async def _try_to_stop(backend: Backend, node: str, order: StopOrder) -> str | None:
+async def _try_to_stop(backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]) -> str | None:
     """Return None when the ranks are proven gone, else why not."""
     try:
         answer = await backend.stop(node, order)
     except BackendError as error:
         return error.because
-    return None if isinstance(answer, Gone) else answer.because
+    return find_doubt(places, node, answer.place) if isinstance(answer, Gone) else answer.because
 
 
 @asynccontextmanager

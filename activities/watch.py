@@ -23,6 +23,7 @@ from backends.answers import parse_watch_line
 from backends.base import Backend, Fleets, ProtocolError, SeesPeople, Unreachable
 from recovery.hang import Pace
 from recovery.observations import RanksVanished
+from recovery.places import explain_forgotten, find_doubt, parse_place
 from recovery.policy import Timeouts
 
 RECONNECT = (0.1, 2.0)
@@ -137,9 +138,12 @@ async def _follow(backend: Backend, gang: Gang, node: str) -> None:
     delay = RECONNECT[0]
     while True:
         try:
+            doubt = None
             async with backend.watch(node, token, gang.after_seq(node), gang.input.timeouts.heartbeat.total_seconds()) as stream:
                 async for said in stream.lines():
                     line = parse_watch_line(node, token, said, is_platform=is_platform)
+                    if (doubt := _find_doubt(gang, node, line)) is not None:
+                        break
                     if line.get("outcome") == "refused":
                         _unknown_generation(gang, node, line)
                         return
@@ -149,7 +153,7 @@ async def _follow(backend: Backend, gang: Gang, node: str) -> None:
                     gang.line(node, line)
                     if "end" in line:
                         return
-            because = "the connection was closed"
+            because = "the connection was closed" if doubt is None else doubt
         except ProtocolError as error:
             if gang.misbehaved(node, error.because):
                 activity.logger.warning("generation %s: node %s: %s", gang.generation, node, error.because)
@@ -158,11 +162,21 @@ async def _follow(backend: Backend, gang: Gang, node: str) -> None:
             continue
         except Unreachable as error:
             because = error.because
-        gang.disconnected(node, because)
+        gang.disconnected(node, because, is_elsewhere=doubt is not None)
         await asyncio.sleep(delay)
         delay = min(RECONNECT[1], delay * 2)
 
 
+def _find_doubt(gang: Gang, node: str, line: Mapping[str, Any]) -> str | None:
+    """Say why what answers says nothing of the node's ranks: it is not where they were started."""
+    places, hello = gang.input.places, line.get("hello")
+    if isinstance(hello, Mapping):
+        return find_doubt(places, node, parse_place(hello.get("place")))
+    if line.get("outcome") == "refused":
+        return explain_forgotten(places, node, gang.generation, parse_place(line.get("place")))
+    return None
+
+
 def _unknown_generation(gang: Gang, node: str, line: Mapping[str, Any]) -> None:
-    """The node answers, and knows nothing of ranks that were started on it: its disk is another one."""
+    """The place where ranks were started, or where none ever were, knows of none: they are gone."""
     gang.observed(node, RanksVanished(node, datetime.now(UTC), f"the node refuses to be watched: {line.get('because')}"))

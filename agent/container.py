@@ -302,9 +302,8 @@ class _Container:
     # --- what they print
 
     def _copy(self) -> None:
-        generation = JobState(self.state, self.token["namespace"], self.token["job"]).generation(
-            (self.token["submission"], self.token["generation"])
-        )
+        order = (self.token["submission"], self.token["generation"])
+        generation = JobState.named(self.state, self.token).generation(order)
         logs = {rank: generation.log(rank) for rank in self.ranks}
         over, self.drain = os.pipe()
         parent = os.getpid()

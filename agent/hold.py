@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from agent import journal, processes, reboots, tools
-from agent.protocol import Json, Refused, now
+from agent.protocol import Json, Refused, Token, now, parse_token
 from agent.state import Generation, JobState, read_json, write_json
 
 PATIENCE = 2.0
 """Seconds to wait for the hold: longer than a killed holder needs to go, shorter than any caller waits for an answer."""
 HELD = "held.json"
 LAUNCHED_LAST = "fleet.json"
+SERVER_DIGITS = 8
+"""Of a server's id, in a sentence."""
 NAMED = 8
 """Pids that a sentence names."""
 
@@ -163,17 +165,17 @@ def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]
     Args:
         doomed_too: count what SIGKILL has been sent to already.
     """
-    found: Dict[Tuple[str, str, int, int], None] = {}
+    found: Dict[Token, None] = {}
     groups: Dict[int, int] = {}
     folder = state / "jobs"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         highest = read_json(entry / "highest.json")
         if highest is None:
             continue
-        job = JobState(state, highest["namespace"], highest["job"])
+        job = JobState.named(state, highest)
         for generation in job.generations():
             if _may_run(generation):
-                found[(job.namespace, job.job, *generation.order)] = None
+                found[Token(job.namespace, job.job, *generation.order, server=job.server)] = None
         for generation in job.generations()[-1:]:
             groups.update(generation.groups)
     pids = []
@@ -183,26 +185,25 @@ def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]
             token = _token_of(process.pid)
             if token is not None:
                 found[token] = None
-    names = ("namespace", "job", "submission", "generation")
-    return [_with_fleet(state, dict(zip(names, token))) for token in found], sorted(pids)
+    return [_with_fleet(state, token) for token in found], sorted(pids)
 
 
-def _with_fleet(state: Path, row: Json) -> Json:
-    generation = JobState(state, row["namespace"], row["job"]).generation((row["submission"], row["generation"]))
-    fleet = (generation.given or {}).get("fleet")
-    return {**row, "fleet": fleet} if fleet else row
+def _with_fleet(state: Path, token: Token) -> Json:
+    fleet = (JobState.of(state, token).generation(token.order).given or {}).get("fleet")
+    return {**token.json, "fleet": fleet} if fleet else token.json
 
 
-def _token_of(pid: int) -> Optional[Tuple[str, str, int, int]]:
+def _token_of(pid: int) -> Optional[Token]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
     except OSError:
         return None
     for variable in variables:
-        words = variable.decode(errors="replace").partition("RELAUNCH_TOKEN=")[2].split("/")
-        if variable.startswith(b"RELAUNCH_TOKEN=") and len(words) == 4 and words[2].isdigit() and words[3].isdigit():
-            return words[0], words[1], int(words[2]), int(words[3])
+        if variable.startswith(b"RELAUNCH_TOKEN="):
+            token = parse_token(variable.decode(errors="replace").partition("=")[2])
+            if token is not None:
+                return token
     return None
 
 
@@ -253,8 +254,15 @@ def is_other(fleet: str, mine: str) -> bool:
 
 
 def _named(other: str, mine: str) -> str:
-    namespace, _, name = other.rpartition("/")
-    return f"fleet {name}" if namespace == mine.rpartition("/")[0] else f"fleet {name} of namespace {namespace}"
+    """Name the other fleet as a person of `mine` has to: by its namespace, and by its server, where those are others."""
+    scope, _, name = other.rpartition("/")
+    own_scope = mine.rpartition("/")[0]
+    if scope == own_scope:
+        return f"fleet {name}"
+    server, _, namespace = scope.rpartition("/")
+    if server == own_scope.rpartition("/")[0]:
+        return f"fleet {name} of namespace {namespace}"
+    return f"fleet {name} of another Temporal server ({server[:SERVER_DIGITS] or 'it did not say which'}, namespace {namespace})"
 
 
 def _lives_here(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
@@ -296,7 +304,7 @@ def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
         highest = read_json(entry / "highest.json")
         if highest is None or entry == but:
             continue
-        for generation in JobState(state, highest["namespace"], highest["job"]).generations()[-1:]:
+        for generation in JobState.named(state, highest).generations()[-1:]:
             other = (generation.given or {}).get("fleet", "")
             if is_other(other, fleet) and (_may_run(generation) or any(processes.lives(*rank) for rank in generation.groups.items())):
                 raise _lives_here({"job": highest["job"], "fleet": other}, fleet)

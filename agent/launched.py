@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from agent import processes
-from agent.protocol import Json, Token
+from agent.protocol import Json, parse_token
 from agent.state import Generation, JobState, write_json
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -50,12 +50,11 @@ def _say(text: str, code: int) -> int:
 
 def _whose(env: os._Environ[str]) -> tuple[Generation, int]:
     text, state, rank = (env.get(name, "") for name in ("RELAUNCH_TOKEN", "RELAUNCH_NODE_STATE", "RANK"))
-    parts = text.split("/")
-    if len(parts) != 4 or not parts[2].isdigit() or not parts[3].isdigit() or not state:
+    token = parse_token(text)
+    if token is None or not state:
         raise Astray(f"RELAUNCH_TOKEN is {text!r}; expected the one that the launcher was started with")
     if not rank.isdigit():
         raise Astray(f"RANK is {rank!r}; expected the number that the launcher gives")
-    token = Token(parts[0], parts[1], int(parts[2]), int(parts[3]))
     return JobState.of(Path(state), token).generation(token.order), int(rank)
 
 

@@ -150,6 +150,7 @@ def _born(job: JobState, generation: Generation, token: Token, given: Json, stop
         "nonce": secrets.token_hex(16),
         "stopped": stopped,
         "stamp": stamp,
+        "place": job.place,
     }
     known = {**given, "valid_until": stamp + given["valid_for"], "answer": answer}
     write_json(generation.path / "order.json", known, durable=False)
@@ -269,7 +270,7 @@ def stop(state: Path, order: Fields) -> Json:
             pass_by(state, "stop.reserved")
             stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
             pass_by(state, "stop.killed")
-            return {"outcome": "done", "stopped": [list(one) for one in stopped]}
+            return {"outcome": "done", "stopped": [list(one) for one in stopped], "place": job.place}
 
     try:
         return carry_out()

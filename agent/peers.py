@@ -193,10 +193,10 @@ class Peers:
         except Refused:
             channel.drop()
             return
-        if (token.namespace, token.job) != (self.token.namespace, self.token.job) or not hmac.compare_digest(proof, given):
+        if token.job_path != self.token.job_path or not hmac.compare_digest(proof, given):
             channel.drop()
             return
-        highest, stopped, _ = self.job.highest()
+        highest, stopped = self.job.highest()[:2]
         alive, leased = self.vitals()
         # A question of an earlier release does not ask for it, and expects a mac without it.
         clock = (now(),) if question.get("clock") is True else ()

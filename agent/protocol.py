@@ -9,7 +9,7 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, NoReturn, Tuple
+from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
 
 VERSION = 1
 Json = Dict[str, Any]
@@ -68,14 +68,21 @@ class Token:
     job: str
     submission: int
     generation: int
+    server: str = ""
+    """The Temporal server whose job this is: two may have a namespace and a job of the same name. Empty: its order did not say."""
 
     @property
     def order(self) -> Order:
         return (self.submission, self.generation)
 
     @property
+    def job_path(self) -> str:
+        """What tells this job from all others on the node."""
+        return job_path(self.server, self.namespace, self.job)
+
+    @property
     def text(self) -> str:
-        return f"{self.namespace}/{self.job}/{self.submission}/{self.generation}"
+        return f"{self.job_path}/{self.submission}/{self.generation}"
 
     @property
     def json(self) -> Json:
@@ -84,7 +91,20 @@ class Token:
             "job": self.job,
             "submission": self.submission,
             "generation": self.generation,
+            **({"server": self.server} if self.server else {}),
         }
+
+
+def job_path(server: str, namespace: str, job: str) -> str:
+    return f"{server}/{namespace}/{job}" if server else f"{namespace}/{job}"
+
+
+def parse_token(text: str) -> Optional[Token]:
+    """Read `Token.text`; None: it is no token."""
+    parts = text.split("/")
+    if len(parts) not in (4, 5) or not all(parts) or not (parts[-2].isdigit() and parts[-1].isdigit()):
+        return None
+    return Token(parts[-4], parts[-3], int(parts[-2]), int(parts[-1]), parts[0] if len(parts) == 5 else "")
 
 
 def bad(name: str, value: Any, expected: str) -> NoReturn:
@@ -149,16 +169,16 @@ class Fields:
         return values
 
     def fleet(self) -> str:
-        """Whose order it is, as <namespace>/<fleet>; empty: a controller of before that was told."""
+        """Whose order it is, as <server>/<namespace>/<fleet>; empty: a controller of before that was told."""
         return self.text("fleet") if self.order.get("fleet") else ""
 
     def token(self) -> Token:
         inner = Fields(self.get("token", "an object"), "token.")
-        names = [inner.text("namespace"), inner.text("job")]
-        for name, value in zip(("namespace", "job"), names):
+        names = [inner.text("namespace"), inner.text("job"), inner.text("server") if inner.order.get("server") else ""]
+        for name, value in zip(("namespace", "job", "server"), names):
             if "/" in value or "\n" in value:
                 bad(f"token.{name}", value, "a name without a slash or a line break")
-        return Token(names[0], names[1], inner.whole("submission"), inner.whole("generation"))
+        return Token(names[0], names[1], inner.whole("submission"), inner.whole("generation"), names[2])
 
 
 def environment(value: Any, name: str) -> dict[str, str]:

@@ -42,7 +42,7 @@ def list_jobs(state: Path, order: Fields) -> Json:
         highest = read_json(entry / "highest.json")
         if highest is None:
             continue
-        job = JobState(state, highest["namespace"], highest["job"])
+        job = JobState.named(state, highest)
         generations = []
         for generation in job.generations():
             given = generation.given
@@ -65,7 +65,8 @@ def list_jobs(state: Path, order: Fields) -> Json:
             )
         jobs.append(
             {
-                **{name: highest[name] for name in ("namespace", "job", "prepared", "stopped")},
+                **job.names,
+                **{name: highest[name] for name in ("prepared", "stopped")},
                 "generations": generations,
             }
         )

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import socket
 import time
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 
 from agent import disk, folders, keepers, processes
-from agent.protocol import Json, Order, Refused, Token
+from agent.protocol import Json, Order, Refused, Token, job_path
 
+MACHINE_DIGITS = 16
+"""Hex digits of a digest of the machine id, which systemd asks to keep from others."""
 KEPT_GENERATIONS = 10
 """Enough to look back over a bad night; each is a few files and the logs."""
 
@@ -267,20 +270,40 @@ class Highest(NamedTuple):
     stopped: Optional[Order]
     boot_id: Optional[str] = None
     """Of the last preparation. After a reboot nothing else says whether that one was launched."""
+    id: str = ""
+    """Random, made with highest.json: a state folder that never had this file, or has lost it, is another place."""
 
 
 class JobState:
     """What this node knows of one job."""
 
-    def __init__(self, state: Path, namespace: str, job: str) -> None:
+    def __init__(self, state: Path, namespace: str, job: str, server: str = "") -> None:
         self.state = state
+        self.server = server
         self.namespace = namespace
         self.job = job
-        self.path = state / "jobs" / hashlib.sha256(f"{namespace}/{job}".encode()).hexdigest()[:16]
+        self.token_prefix = job_path(server, namespace, job)
+        self.path = state / "jobs" / hashlib.sha256(self.token_prefix.encode()).hexdigest()[:16]
 
     @classmethod
     def of(cls, state: Path, token: Token) -> JobState:
-        return cls(state, token.namespace, token.job)
+        return cls(state, token.namespace, token.job, token.server)
+
+    @classmethod
+    def named(cls, state: Path, row: Json) -> JobState:
+        """Return the job that a highest.json, or a row of `list` or `probe`, names."""
+        return cls(state, row["namespace"], row["job"], row.get("server", ""))
+
+    @property
+    def names(self) -> Json:
+        """What names this job in files and answers."""
+        return {"namespace": self.namespace, "job": self.job, **({"server": self.server} if self.server else {})}
+
+    @property
+    def place(self) -> Json:
+        """Return where this job's orders are carried out: only the place that started ranks can prove anything of them."""
+        machine = hashlib.sha256(f"relaunch/{_machine_id()}".encode()).hexdigest()[:MACHINE_DIGITS]
+        return {"machine": machine, "boot_id": boot_id(self.state), "uid": os.geteuid(), "state": self.highest().id}
 
     def generation(self, order: Order) -> Generation:
         return Generation(self.state, self.path, order)
@@ -297,7 +320,7 @@ class JobState:
     def highest(self) -> Highest:
         known = read_json(self.path / "highest.json") or {}
         prepared, stopped = (tuple(known[name]) if known.get(name) else None for name in ("prepared", "stopped"))
-        return Highest(prepared, stopped, known.get("boot_id"))
+        return Highest(prepared, stopped, known.get("boot_id"), known.get("id", ""))
 
     def reserve(self, prepared: Order | None = None, stopped: Order | None = None) -> None:
         """Write down what is about to be done, before it is."""
@@ -307,7 +330,7 @@ class JobState:
             "stopped": max(filter(None, (highest.stopped, stopped)), default=None),
         }
         boot = boot_id(self.state) if prepared is not None else highest.boot_id
-        whole = {**known, "boot_id": boot, "namespace": self.namespace, "job": self.job}
+        whole = {**known, "boot_id": boot, "id": highest.id or secrets.token_hex(8), **self.names}
         path = self.path / "highest.json"
         # To write again what is there already would need room that a full disk does not have.
         if read_json(path) != json.loads(json.dumps(whole)):

@@ -81,7 +81,7 @@ def _find_ranks(job: JobState) -> set[Order]:
             orders.add(order)
         return order is not None
 
-    processes.of_token(_token_prefix(job), note, str(job.state), {})
+    processes.of_token(f"{job.token_prefix}/", note, str(job.state), {})
     return orders
 
 
@@ -212,10 +212,6 @@ def _end_supervisor(generation: Generation) -> None:
         time.sleep(0.002)
 
 
-def _token_prefix(job: JobState) -> str:
-    return f"{job.namespace}/{job.job}/"
-
-
 def _order_of(rest: str) -> Order | None:
     submission, _, generation = rest.partition("/")
     return (int(submission), int(generation)) if submission.isdigit() and generation.isdigit() else None
@@ -239,7 +235,7 @@ def _kill_what_is_left(
     deadline = time.monotonic() + stuck_after
     pause = 0.005
     while True:
-        left = processes.of_token(_token_prefix(job), wanted, str(job.state), groups)
+        left = processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups)
         for order, folder in cgroups:
             members = cgroup.members(folder)
             if members:

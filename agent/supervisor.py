@@ -137,7 +137,8 @@ class Supervisor:
         self.pinged_at = self.looked_at = self.asked_at = 0.0
         self.leave_at: float | None = None
         self.loop.watch(self.listener.fileno(), lambda events: self._accept())
-        self.peers = Peers(self.loop, JobState.of(generation.state, token), token, sockets.peers, self._vitals)
+        self.job = JobState.of(generation.state, token)
+        self.peers = Peers(self.loop, self.job, token, sockets.peers, self._vitals)
         self.link = Channel(self.loop, sockets.link, self.hear_keeper, self._keeper_went)
 
     def run(self) -> None:
@@ -265,6 +266,7 @@ class Supervisor:
                 "state": self.state,
                 "ranks": self.order["ranks"],
                 "stamp": now(),
+                "place": self.job.place,
             }
             channel.send({"hello": hello})
             self._send_news()

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import os
 import pwd
-import re
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from agent import hold, processes, tools
-from agent.protocol import Json, Refused
+from agent.protocol import Json, Refused, parse_token
 from agent.state import Generation, JobState
 
 NAMED_WITHIN = 1.0
 """Seconds for the names of users: they may come from a directory service that does not answer."""
 LONGEST = 32
 """Characters of a name: people are to recognise it, and 2,048 nodes' are kept together."""
-_TOKEN = re.compile(r"([^/]+)/([^/]+)/([0-9]+)/([0-9]+)")
 
 
 def using(reading: Json, living_only: bool = False) -> List[Tuple[int, str]]:
@@ -118,12 +116,11 @@ def _is_ours(state: Path, pid: int, ranks: Dict[int, int]) -> bool:
         return False
     if variables.get(tools.MARK) and place == str(state):
         return True
-    token = _TOKEN.fullmatch(variables.get("RELAUNCH_TOKEN", ""))
+    token = parse_token(variables.get("RELAUNCH_TOKEN", ""))
     if token is None or not (place == str(state) or _is_own(place)):
         return False
-    namespace, job, submission, number = token.groups()
     # Nodes may share a machine, and then its GPUs: a rank of another one is no stranger to this one.
-    return _keeps(JobState(Path(place), namespace, job).generation((int(submission), int(number))))
+    return _keeps(JobState.of(Path(place), token).generation(token.order))
 
 
 def _is_own(place: str) -> bool:

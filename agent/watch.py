@@ -39,7 +39,8 @@ class Watch:
         await_records(self.generation)
         known = self.generation.given
         if known is None or not self._is_ours(known):
-            raise Refused("no_such_generation", f"generation {self.token.generation} was never prepared on this node")
+            because = f"generation {self.token.generation} was never prepared on this node"
+            raise Refused("no_such_generation", because, place=self.job.place)
         self.ranks: list[int] = known["ranks"]
 
     def _is_ours(self, known: Json) -> bool:
@@ -159,7 +160,7 @@ class Watch:
         if not self.greeted:
             boot = boot_id(self.generation.state)
             hello = {"token": self.token.json, "boot_id": boot, "state": "gone", "ranks": self.ranks, "stamp": now()}
-            self._write(line({"hello": hello}))
+            self._write(line({"hello": {**hello, "place": self.job.place}}))
         reading = kernel_log.reading_of(self.generation, None) if kernel_log.asked_for(observations[self.after :]) else None
         for observation in observations[self.after :]:
             self._write(line({"observation": evidence.told(self.generation, observation, reading)}))

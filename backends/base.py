@@ -15,14 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from recovery.model import Token
+from recovery.places import Place
 from recovery.spec import EcsTask, FleetNode, FleetSpec
 
 PROTOCOL = 1
 
 
-def identity(namespace: str, fleet: str) -> str:
-    """What a node knows a fleet by: two namespaces may each have one of the same name."""
-    return f"{namespace}/{fleet}"
+def identity(namespace: str, fleet: str, server: str) -> str:
+    """Return what a node knows a fleet by.
+
+    Two servers may each have a namespace, and two namespaces a fleet, of the same name.
+    """
+    return f"{server}/{namespace}/{fleet}" if server else f"{namespace}/{fleet}"
 
 
 class BackendError(Exception):
@@ -67,7 +71,7 @@ class PrepareOrder:
     heartbeat: float
     stuck_after: float = 30.0
     fleet: str = ""
-    """Whose order it is, as <namespace>/<fleet>: a node on which ranks of another one live refuses it. Empty: nobody said."""
+    """Whose order it is, as `identity` has it: a node on which ranks of another one live refuses it. Empty: nobody said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ class Prepared:
     """CLOCK_BOOTTIME of the node when it prepared."""
     nonce: str = field(repr=False)
     """What the node contributes to the secret of its generation; a repeated `prepare` answers the same one."""
+    place: Place | None = None
+    """Where ranks will be started; None: this kind of node has no agent that outlives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +149,13 @@ class StopOrder:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Every rank of the token and of those below is proven gone on this node, and can never be started there."""
+    """Every rank of the token and of those below is gone from `place`, and can never be started there.
+
+    That it is gone from the node is proven where the ranks were started at that place.
+    """
 
     node: str
+    place: Place | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +200,9 @@ class Backend(Protocol):
     def fences(self) -> bool:
         """Whether its nodes stop ranks by themselves once nobody renews their lease. Where not, silence is never proof."""
         ...
+
+    server: str
+    """The id of the Temporal server whose orders these are: nodes may serve several. Empty: not known."""
 
     def node(self, name: str) -> FleetNode: ...
 

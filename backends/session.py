@@ -31,6 +31,7 @@ from backends.base import (
 from backends.link import Inbox, Link, end
 from backends.pipe import Pipe
 from recovery.model import Token
+from recovery.places import parse_place
 
 ANSWER_WITHIN = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs a few milliseconds."""
@@ -48,9 +49,26 @@ Connect = Callable[[], Awaitable[Pipe]]
 class AgentSession:
     """One node's connection, opened when it is first needed."""
 
-    def __init__(self, node: str, connect: Connect, answer_within: float = ANSWER_WITHIN, silence_breaks: bool = False) -> None:
-        """`silence_breaks`: a session that answers nothing at all is given up, and the next call connects anew."""
+    def __init__(
+        self,
+        node: str,
+        connect: Connect,
+        answer_within: float = ANSWER_WITHIN,
+        silence_breaks: bool = False,
+        server: str = "",
+    ) -> None:
+        """Make a connection, without opening it.
+
+        Args:
+            node: Its name.
+            connect: Starts an agent's `session` there.
+            answer_within: Seconds for an answer that needs no waiting on the node.
+            silence_breaks: A session that answers nothing at all is given up, and the next call
+                connects anew.
+            server: The id of the Temporal server whose orders these are, as tokens name it.
+        """
         self._node = node
+        self._server = server
         self._within = answer_within
         self._connect = connect
         self._silence_breaks = silence_breaks
@@ -59,7 +77,8 @@ class AgentSession:
 
     async def prepare(self, order: PrepareOrder) -> Prepared | Refused:
         body = {key: value for key, value in asdict(order).items() if key != "token"}
-        answer = await self._call("prepare", {"token": _token(order.token), **body}, order.stop_grace + order.stuck_after + self._within)
+        within = order.stop_grace + order.stuck_after + self._within
+        answer = await self._call("prepare", {"token": self._token(order.token), **body}, within)
         if answer["outcome"] == "refused":
             return self._refused("prepare", answer)
         prepared = answers.parse(self._node, "prepare", answers.PrepareAnswer, answer)
@@ -70,6 +89,7 @@ class AgentSession:
             peer_port=prepared.peer_port,
             stamp=prepared.stamp,
             nonce=prepared.nonce,
+            place=parse_place(answer.get("place")),
         )
 
     async def start(self, order: StartOrder) -> Started | Refused:
@@ -88,7 +108,7 @@ class AgentSession:
         if order.launched is not None:
             launched = order.launched
             body["launched"] = {"command": launched.command, "ranks": launched.ranks, "env": dict(launched.env)}
-        answer = await self._call("start", {"token": _token(order.token), **body}, 2 * self._within)
+        answer = await self._call("start", {"token": self._token(order.token), **body}, 2 * self._within)
         if answer["outcome"] == "refused":
             return self._refused("start", answer)
         started = answers.parse(self._node, "start", answers.StartAnswer, answer)
@@ -99,12 +119,12 @@ class AgentSession:
         )
 
     async def stop(self, order: StopOrder) -> Gone | Refused:
-        body = {"token": _token(order.token), "stop_grace": order.stop_grace, "stuck_after": order.stuck_after}
+        body = {"token": self._token(order.token), "stop_grace": order.stop_grace, "stuck_after": order.stuck_after}
         answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
         if answer["outcome"] == "refused":
             return self._refused("stop", answer)
         answers.parse(self._node, "stop", answers.StopAnswer, answer)
-        return Gone(self._node)
+        return Gone(self._node, parse_place(answer.get("place")))
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
         if gpus:
@@ -118,7 +138,7 @@ class AgentSession:
 
     async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
         body = {
-            "token": _token(token),
+            "token": self._token(token),
             "offsets": None if offsets is None else {str(rank): offset for rank, offset in offsets.items()},
             "max_bytes": max_bytes,
             "wait": wait,
@@ -132,7 +152,7 @@ class AgentSession:
         return Logs(chunks, logs.ended)
 
     async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
-        answer = await self._call("stacks", {"token": _token(token), "rank": rank}, STACKS_WITHIN + self._within)
+        answer = await self._call("stacks", {"token": self._token(token), "rank": rank}, STACKS_WITHIN + self._within)
         if answer["outcome"] == "refused":
             return self._refused("stacks", answer)
         answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
@@ -188,7 +208,7 @@ class AgentSession:
 
     @asynccontextmanager
     async def watch(self, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[AgentWatch]:
-        order = {"token": _token(token), "after_seq": after_seq, "heartbeat": heartbeat}
+        order = {"token": self._token(token), "after_seq": after_seq, "heartbeat": heartbeat}
         async with self._command("watch", order) as (link, id_, inbox):
             yield AgentWatch(link, id_, inbox, first=self._within, silence=SILENT_BEATS * heartbeat + self._within / 5)
 
@@ -278,6 +298,9 @@ class AgentSession:
             said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")
             raise Unreachable(self._node, "the agent could not be started" + (f": {said}" if said else "")) from error
 
+    def _token(self, token: Token) -> dict[str, Any]:
+        return {**asdict(token), "server": self._server} if self._server else asdict(token)
+
     def _refused(self, command: str, answer: Mapping[str, Any]) -> Refused:
         refusal = answers.parse(self._node, command, answers.RefusalAnswer, answer)
         highest = refusal.highest
@@ -330,7 +353,3 @@ def _refusal(line: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return str(because)[:400]
-
-
-def _token(token: Token) -> dict[str, Any]:
-    return asdict(token)

@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 from backends.base import Gone, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, WatchStream
@@ -25,6 +26,7 @@ class SessionBackend(ABC):
         self._nodes = {node.name: node for node in spec.nodes}
         self._answer_within = answer_within
         self._sessions: dict[str, AgentSession] = {}
+        self.server = ""
 
     @abstractmethod
     async def _connect(self, name: str) -> Pipe:
@@ -86,5 +88,7 @@ class SessionBackend(ABC):
 
     def _session(self, name: str) -> AgentSession:
         if name not in self._sessions:
-            self._sessions[name] = AgentSession(name, lambda: self._connect(name), self._answer_within, self.silence_breaks)
+            connect = partial(self._connect, name)
+            session = AgentSession(name, connect, self._answer_within, self.silence_breaks, self.server)
+            self._sessions[name] = session
         return self._sessions[name]

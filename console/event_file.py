@@ -239,7 +239,8 @@ def _duration(where: str, values: Line, key: str) -> Line:
 
 def _refuse_missing(where: str, values: Line, fields: Mapping[str, dataclasses.Field[Any]]) -> None:
     for key, field in fields.items():
-        if key not in values and field.default is dataclasses.MISSING:
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if key not in values and not has_default:
             raise Mistake(f"{where}: {key}: missing in {values['kind']}")
 
 

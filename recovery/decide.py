@@ -275,7 +275,21 @@ def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Dec
     # Where somebody looks for hangs, a gang that waits for the lost node is found to; else only a person can be asked.
     found = may_leave_lost_behind(job) and job.policy.hang.after != "off"
     until = None if found else now + job.policy.timeouts.ask_after
-    return Wait(Phase.NODE_LOST, f"{event.node} does not answer: {event.because}; nothing is stopped", next=_lost_next(job), until=until)
+    because = f"{explain_unreachable(event)}; nothing is stopped"
+    return Wait(Phase.NODE_LOST, because, next=_lost_next(job), until=until)
+
+
+def explain_unreachable(event: NodeUnreachable) -> str:
+    return event.because if event.is_elsewhere else f"{event.node} does not answer: {event.because}"
+
+
+def _lost_for(job: JobState, how: str) -> str:
+    """Say of the lost nodes that they did not answer, or that something else answers for them."""
+    silent = tuple(lost.node for lost in job.lost if not lost.is_elsewhere)
+    said = [f"{_names(silent)} {how}"] if silent else []
+    elsewhere = [lost.because for lost in job.lost if lost.is_elsewhere]
+    more = [f"and {len(elsewhere) - 2} more answer from elsewhere"] if len(elsewhere) > 2 else []
+    return "; ".join([*said, *elsewhere[:2], *more])
 
 
 def _on_deadline(job: JobState, now: datetime) -> Decision:
@@ -286,7 +300,7 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             return _running(job, f"no fault for {duration(job.policy.healthy_for)}", now)
         case Phase.NODE_LOST:
             return Ask(
-                f"{_names(job.lost_names)} did not answer for {duration(job.policy.timeouts.ask_after)}",
+                _lost_for(job, f"did not answer for {duration(job.policy.timeouts.ask_after)}"),
                 question=f"wait on, `nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_NODES:
@@ -298,7 +312,7 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             return job.asked
         case Phase.WAITING_FOR_PERSON if job.lost:
             return Ask(
-                f"{_names(job.lost_names)} still does not answer, and nobody has said what to do",
+                f"{_lost_for(job, 'still does not answer')}, and nobody has said what to do",
                 question=f"`nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON:

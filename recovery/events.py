@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Annotated, Literal
 
@@ -10,6 +10,7 @@ from pydantic import Field
 
 from recovery.model import ExaminedNode, LaunchedGeneration, Slot
 from recovery.observations import Observation
+from recovery.places import StartedPlaces
 from recovery.policy import Policy, Strategy
 
 
@@ -47,6 +48,8 @@ class RanksFound:
     nodes: tuple[str, ...]
     launched: tuple[LaunchedGeneration, ...] = ()
     """What is known of the launches that they may be of."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where they may have been started, of a launch that was given up half-way."""
     kind: Literal["RanksFound"] = "RanksFound"
 
 
@@ -84,6 +87,8 @@ class Launched:
     """When every older rank was proven gone on all nodes."""
     started_at: datetime
     """When every node had answered that its ranks run."""
+    places: dict[str, str] = field(default_factory=dict)
+    """`Place.text` by node: where they were started."""
     kind: Literal["Launched"] = "Launched"
 
 
@@ -103,6 +108,8 @@ class LaunchRefused:
     refusals: tuple[NodeRefusal, ...]
     started: bool = False
     """`start` was sent to some node: its ranks may run."""
+    places: dict[str, str] = field(default_factory=dict)
+    """As in Launched, where some may have been started."""
     kind: Literal["LaunchRefused"] = "LaunchRefused"
 
 
@@ -117,6 +124,10 @@ class LaunchFailed:
     may_start_within: timedelta
     """How long a node that did not answer may still take an order that was sent."""
     because: str
+    places: dict[str, str] = field(default_factory=dict)
+    """As in Launched, where some may have been started."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of `unreachable` that answer, but not from where older ranks were started."""
     kind: Literal["LaunchFailed"] = "LaunchFailed"
 
 
@@ -151,6 +162,8 @@ class NodeUnreachable:
     unheard_for: timedelta
     """Since its last word to this watcher (or since this watcher began): an age, because clocks of controllers differ."""
     because: str
+    is_elsewhere: bool = False
+    """It answers, but not from where its ranks were started; `because` says so, naming it."""
     kind: Literal["NodeUnreachable"] = "NodeUnreachable"
 
 

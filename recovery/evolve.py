@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import assert_never
 
 from recovery.causes import OWN_CAUSES, Cause
-from recovery.decide import answers, is_echo, is_stale
+from recovery.decide import answers, explain_unreachable, is_echo, is_stale
 from recovery.diagnose import Fault, diagnose
 from recovery.events import (
     Answered,
@@ -75,6 +75,7 @@ from recovery.model import (
     Try,
     Wait,
 )
+from recovery.places import StartedPlaces, limit_places, record_places
 from recovery.policy import KEPT_TRIES, Policy
 from recovery.spec import duration
 
@@ -88,6 +89,21 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
     if isinstance(event, LaunchOrdered):
         # Whatever was decided since: what was ordered may have reached a node.
         return reserve_launch(job, event.launch)
+    after = _absorb(job, event, now)
+    if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
+        # Also of a launch that was given up: what was ordered may have been carried out.
+        older = () if isinstance(event, Launched) and after is not job else after.places
+        started = StartedPlaces(job.submission, event.generation, event.places)
+        return replace(after, places=record_places(older, started, after.maybe_alive))
+    if isinstance(event, RanksFound):
+        for started in event.places:
+            after = replace(after, places=record_places(after.places, started, after.maybe_alive))
+    if after.places and after.maybe_alive != job.maybe_alive:
+        return replace(after, places=limit_places(after.places, after.maybe_alive))
+    return after
+
+
+def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
     if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
         return _absorb_late(job, event)
     match event:
@@ -384,9 +400,9 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
 
 
 def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
-    gone = LostNode(event.node, now - event.unheard_for, event.because, unheard_for=event.unheard_for)
+    gone = LostNode(event.node, now - event.unheard_for, event.because, unheard_for=event.unheard_for, is_elsewhere=event.is_elsewhere)
     lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
-    diagnosis = Diagnosis(Cause.NODE_LOST, f"{event.node} does not answer: {event.because}", nodes=(event.node,))
+    diagnosis = Diagnosis(Cause.NODE_LOST, explain_unreachable(event), nodes=(event.node,))
     return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
 
 
@@ -408,7 +424,7 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
     job = settle_failed_launch(job, event.generation, started=event.started)
     known, wait = set(job.lost_names), event.may_start_within
     silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
-    newly = tuple(LostNode(node, now + wait, event.because, unheard_for=-wait) for node in silent)
+    newly = tuple(LostNode(node, now + wait, event.because, unheard_for=-wait, is_elsewhere=node in event.elsewhere) for node in silent)
     job = replace(job, lost=(*job.lost, *newly))
     return open_incident(job, diagnose(job, event), now, now)
 

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from recovery.causes import Cause
 from recovery.evidence import Verdict
+from recovery.places import StartedPlaces
 from recovery.policy import Policy, Strategy
 from recovery.spec import JobSpec
 
@@ -263,6 +264,8 @@ class LostNode:
     Its lease was not renewed in that time, nor after it. Negative: an order that was sent may
     still start its ranks for so long.
     """
+    is_elsewhere: bool = False
+    """Something answers for it, but not from where its ranks were started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +445,8 @@ class JobState:
     launched: tuple[LaunchedGeneration, ...] = ()
     """Launches whose ranks may be alive, also of earlier submissions; the newest last. Each is
     written down before its ranks can exist, and kept until they are proven gone everywhere."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where those were started, by generation: only an answer from there proves anything of them."""
     lost: tuple[LostNode, ...] = ()
     asked: Ask | None = None
     """What a person was asked last, as it was asked first."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from temporalio.client import Client
+from temporalio.testing import WorkflowEnvironment
 
+from backends.base import Backend, Gone, Prepared, PrepareOrder, Refused, StopOrder, identity
+from connection import read_server_id
+from console.service import find_server
+from recovery.model import Token
 from settings import Settings
 from worker import WorkerFleets, make_fleets
 
@@ -85,3 +93,59 @@ def test_a_fleet_file_that_cannot_be_used_is_said_in_a_sentence_and_the_fleet_st
 def test_a_fleet_that_no_file_names_is_refused(fleets: WorkerFleets) -> None:
     with pytest.raises(KeyError, match="fleet 'other' is not known to this worker, it serves lab"):
         fleets.read_again("other")
+
+
+def test_every_backend_gives_its_orders_for_the_workers_server_also_one_that_is_made_later(fleets: WorkerFleets, fleet_file: Path) -> None:
+    fleets.serve_for("6c1e9ba4")
+    assert fleets.backend("lab").server == "6c1e9ba4"
+    fleet_file.write_text(FLEET + "  - {name: n3, address: 127.0.0.4}\n")
+    fleets.read_again("lab")
+    assert len(fleets.replaced) == 1
+    assert fleets.backend("lab").server == "6c1e9ba4"
+
+
+async def test_of_two_controllers_with_the_same_names_the_second_is_refused_and_stops_nothing(fleet_file: Path, tmp_path: Path) -> None:
+    one, other = (make_fleets(Settings(state=tmp_path / "state", fleets=(fleet_file,))) for _ in range(2))
+    one.serve_for("6c1e9ba4")
+    other.serve_for("0f9d2c77")
+    mine, others = one.backend("lab"), other.backend("lab")
+
+    def order(backend: Backend, submission: int) -> PrepareOrder:
+        token = Token("default", "train", submission, 1)
+        fleet = identity("default", "lab", backend.server)
+        return PrepareOrder(token, "127.0.0.2", (0,), 60.0, 60.0, 1.0, 60.0, 1.0, fleet=fleet)
+
+    try:
+        assert isinstance(await mine.prepare("n1", order(mine, 1000)), Prepared)
+        refused = await others.prepare("n1", order(others, 2000))
+        assert isinstance(refused, Refused)
+        assert refused.why == "other_fleet"
+        assert "of another Temporal server (6c1e9ba4, namespace default)" in refused.because
+        namesake = StopOrder(Token("default", "train", 2000, 1), stop_grace=1.0)
+        assert await others.stop("n1", namesake) == Gone("n1")
+        (listed,) = [job for job in (await mine.list("n1"))["jobs"] if job["server"] == "6c1e9ba4"]
+        assert [generation["state"] for generation in listed["generations"]] == ["prepared"]
+        assert isinstance(await mine.stop("n1", StopOrder(Token("default", "train", 1000, 1), stop_grace=1.0)), Gone)
+    finally:
+        await one.close()
+        await other.close()
+
+
+@asynccontextmanager
+async def server_on(database: Path) -> AsyncIterator[Client]:
+    environment = await WorkflowEnvironment.start_local(
+        dev_server_existing_path=str(find_server()),
+        dev_server_log_level="error",
+        dev_server_database_filename=str(database),
+    )
+    async with environment:
+        yield environment.client
+
+
+async def test_a_server_keeps_its_id_over_restarts_and_no_other_has_it(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "one", "other"):
+        async with server_on(tmp_path / f"{name}.db") as client:
+            found.append(await read_server_id(client))
+    assert found[0] == found[1] != found[2]
+    assert all(0 < len(id_) <= 64 and "/" not in id_ for id_ in found), "it is a part of tokens"

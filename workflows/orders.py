@@ -30,6 +30,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.fencing import living_generations, running_timeouts, will_fence
     from recovery.leaving import at_checkpoint
     from recovery.model import Examine, Incident, JobState, Repair, Slot, Token
+    from recovery.places import limit_places
     from recovery.ranks import processes_of
     from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
     from workflows.node_messages import ExamineNodesInput
@@ -72,16 +73,20 @@ def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [names[first : first + SHARD] for first in range(0, len(names), SHARD)]
 
 
-async def launch(job: JobState, token: Token, slots: tuple[Slot, ...]) -> Event:
-    """Prepare and start every shard; across shards this workflow is the barrier between the two rounds."""
+async def launch(job: JobState, token: Token, slots: tuple[Slot, ...], sent: dict[str, str]) -> Event:
+    """Prepare and start every shard; across shards this workflow is the barrier between the two rounds.
+
+    `sent` is filled with the places of nodes that may have been told to start, also where this is
+    cancelled.
+    """
     whole = _launch_orders(job, token, slots)
     if len(whole) == 1:
-        return _outcome(job, token, [await _launch_shard(job, whole[0], "launch")])
-    prepared = await asyncio.gather(*(_launch_shard(job, replace(order, prepare_only=True), "prepare") for order in whole))
+        return _outcome(job, token, [await _launch_shard(job, whole[0], "launch", sent)])
+    prepared = await asyncio.gather(*(_launch_shard(job, replace(order, prepare_only=True), "prepare", {}) for order in whole))
     if any(output.refusals or output.unreachable for output in prepared):
         return _outcome(job, token, prepared)
     orders = start_orders(job, token, slots, [output.prepared for output in prepared])
-    return _outcome(job, token, await asyncio.gather(*(_launch_shard(job, order, "start") for order in orders)))
+    return _outcome(job, token, await asyncio.gather(*(_launch_shard(job, order, "start", sent) for order in orders)))
 
 
 def start_orders(job: JobState, token: Token, slots: tuple[Slot, ...], prepared: list[tuple[PreparedNode, ...]]) -> list[LaunchRanksInput]:
@@ -100,25 +105,30 @@ def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list
             max_restarts=job.policy.max_restarts,
             fences=will_fence(job, len(slots)),
             first_group_rank=first,
+            places=limit_places(job.places, (slot.node for slot in slots[first : first + SHARD])),
         )
         for first in range(0, len(slots), SHARD)
     ]
 
 
-async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str) -> LaunchRanksOutput:
+async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str, sent: dict[str, str]) -> LaunchRanksOutput:
     names = tuple(slot.node for slot in order.slots)
-    try:
-        return await unless_cancelled(
-            workflow.execute_activity_method(
-                JobActivities.launch_ranks,
-                order,
-                start_to_close_timeout=job.policy.timeouts.stop_grace + timedelta(minutes=2),
-                heartbeat_timeout=BEAT,
-                retry_policy=KEEP_TRYING,
-                cancellation_type=DETACH,
-                summary=f"{verb} generation {order.token.generation} on {_names(names)}",
-            )
+
+    async def ordered() -> LaunchRanksOutput:
+        output = await workflow.execute_activity_method(
+            JobActivities.launch_ranks,
+            order,
+            start_to_close_timeout=job.policy.timeouts.stop_grace + timedelta(minutes=2),
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"{verb} generation {order.token.generation} on {_names(names)}",
         )
+        sent.update(output.places)
+        return output
+
+    try:
+        return await unless_cancelled(ordered())
     except ActivityError as error:
         cause = error.cause
         if isinstance(cause, ApplicationError) and cause.non_retryable:
@@ -129,16 +139,20 @@ async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str) -> La
 
 def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
     """What a launch came to: refused beats unreachable beats success, shard by shard."""
+    places = {node: place for output in outputs for node, place in output.places.items()}
     if refusals := tuple(refusal for output in outputs for refusal in output.refusals):
-        return LaunchRefused(token.generation, refusals, started=any(output.start_sent for output in outputs))
+        started = any(output.start_sent for output in outputs)
+        return LaunchRefused(token.generation, refusals, started=started, places=places)
     if unreachable := tuple(node for output in outputs for node in output.unreachable):
         started = any(output.start_sent for output in outputs)
         because = next(output.because for output in outputs if output.unreachable)
         # Whoever did not answer may still take the order to start, as long as it is valid.
-        return LaunchFailed(token.generation, unreachable, started, job.policy.timeouts.valid_for if started else timedelta(0), because)
+        within = job.policy.timeouts.valid_for if started else timedelta(0)
+        elsewhere = tuple(node for output in outputs for node in output.elsewhere)
+        return LaunchFailed(token.generation, unreachable, started, within, because, places, elsewhere)
     stopped = [output.stopped_at for output in outputs if output.stopped_at is not None]
     started_at = [output.started_at for output in outputs if output.started_at is not None]
-    return Launched(token.generation, max(stopped), max(started_at))
+    return Launched(token.generation, max(stopped), max(started_at), places)
 
 
 async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int], exited: dict[str, tuple[int, ...]]) -> WatchReport:
@@ -157,6 +171,7 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             after_seq={node: seq for node, seq in after_seq.items() if node in names},
             exited={node: ranks for node, ranks in exited.items() if node in names},
             lost=tuple(node for node in job.lost_names if node in names),
+            elsewhere=tuple(lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names),
             hang_known=job.owed is not None,
             # One shard tells it for all: each that did would end its watch, and need another.
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
@@ -164,6 +179,7 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             report_checkpoint=bool(at_checkpoint(job)),
             first_rank=_first_rank(job, nodes[0]),
             world_size=job.spec.world_size,
+            places=limit_places(job.places, nodes),
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),
@@ -198,6 +214,7 @@ async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], sum
                 unheard_for=tuple((lost.node, lost.unheard_for) for lost in job.lost),
                 once=once,
                 generations=living_generations(job),
+                places=limit_places(job.places, nodes),
             ),
             start_to_close_timeout=FOR_EVER,
             heartbeat_timeout=BEAT,

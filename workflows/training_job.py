@@ -36,6 +36,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.ladder import left_with, why_left
     from recovery.leaving import left_out
     from recovery.model import Ask, Decision, Examine, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+    from recovery.places import StartedPlaces
     from recovery.policy import Strategy
     from recovery.ranks import seat
     from workflows import orders
@@ -71,6 +72,9 @@ class TrainingJob(Mailbox):
         """Ranks may have been ordered that `maybe_alive` does not know of."""
         self._relaunching: Relaunch | None = None
         """Decided, and not at an end yet."""
+        self._launched_generation = 0
+        self._sent: dict[str, str] = {}
+        """Where, as `orders.launch` has it."""
         self._watches = Watches(lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
@@ -236,7 +240,10 @@ class TrainingJob(Mailbox):
     async def _find_half_launched(self) -> None:
         """After a launch that was given up half-way: nobody has said yet where ranks were started."""
         if self._launching:
-            found = RanksFound(tuple(slot.node for slot in self._job.slots if slot.node not in self._dead))
+            found = RanksFound(
+                tuple(slot.node for slot in self._job.slots if slot.node not in self._dead),
+                places=(StartedPlaces(self._job.submission, self._launched_generation, dict(self._sent)),),
+            )
             self._inbox.append(found)
             await workflow.wait_condition(lambda: found not in self._inbox)
             self._launching = False
@@ -288,8 +295,8 @@ class TrainingJob(Mailbox):
         # From the same state as the orders: a policy that changes from here on changes the next launch.
         launch = plan_generation(self._job, decision.generation, nodes)
         self._inbox.append(LaunchOrdered(decision.generation, launch))
-        self._launching = True
-        self._inbox.append(await orders.launch(self._job, token, slots))
+        self._launching, self._launched_generation, self._sent = True, decision.generation, {}
+        self._inbox.append(await orders.launch(self._job, token, slots, self._sent))
         self._launching = False
         self._relaunching = None
 

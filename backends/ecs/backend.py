@@ -63,6 +63,7 @@ class EcsBackend:
         if options.cluster is None:
             raise ValueError(f"fleet {spec.name}: ecs.cluster is missing, expected the name or ARN of its ECS cluster")
         self._nodes = {node.name: node for node in spec.nodes}
+        self.server = ""
         self._settles = settles
         self.aws = Aws(options.region)
         self.cluster = Cluster(self.aws, options.cluster, options.poll.total_seconds())

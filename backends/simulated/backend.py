@@ -48,6 +48,7 @@ class SimulatedBackend:
     """
 
     fences = True
+    server = ""
 
     def __init__(
         self,
@@ -94,6 +95,10 @@ class SimulatedBackend:
     def lose_power(self, node: str, down_for: float = 0.0) -> None:
         """Let a node reboot that nobody ordered to."""
         self._node(node).reboot(down_for)
+
+    def move(self, node: str, host: int) -> None:
+        """Let another machine answer for a node, as after a change of its address; 0: the first one."""
+        self._node(node).move(host)
 
     def visit(self, node: str, stranger: Stranger) -> None:
         """Let a program that is none of ours compute there."""

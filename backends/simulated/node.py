@@ -29,6 +29,7 @@ from backends.simulated.rank import Rank
 from backends.simulated.record import Record
 from backends.simulated.script import Befalls, Cut, Reboot, Refuse, RepairCommand, Script, Sick, Stranger, When
 from recovery.model import Token
+from recovery.places import parse_place
 
 KEEP = 10
 """Generations of a job that stay on a node."""
@@ -64,6 +65,10 @@ class Node:
         self._ports = itertools.count(20000)
         self._refused: dict[int, int] = {}
         self._fired: set[tuple[int, int]] = set()
+        self.host = 0
+        """Which machine answers under this name."""
+        self._elsewhere: dict[int, dict[tuple[str, str], Job]] = {}
+        """What other machines have that have answered under it, and go on by themselves."""
 
     @property
     def boot_id(self) -> str:
@@ -88,7 +93,15 @@ class Node:
 
     def take_answer(self, token: Token, stamp: float) -> Prepared:
         nonce = hashlib.sha256(f"{self.name}/{token}/{stamp}".encode()).hexdigest()[:32]
-        return Prepared(self.name, self.boot_id, next(self._ports), next(self._ports), stamp, nonce)
+        ports = next(self._ports), next(self._ports)
+        return Prepared(self.name, self.boot_id, *ports, stamp, nonce, parse_place(self.place(token)))
+
+    def place(self, token: Token) -> dict[str, Any]:
+        """Return where the orders of a job are carried out, as an agent tells it."""
+        machine = f"{self.name}-{self.host}"
+        known = (token.namespace, token.job) in self.jobs
+        state = hashlib.sha256(f"{machine}/{token.namespace}/{token.job}".encode()).hexdigest()[:16] if known else ""
+        return {"machine": machine, "boot_id": self.boot_id, "uid": 0, "state": state}
 
     # --- what befalls it ---
 
@@ -147,6 +160,12 @@ class Node:
 
     def _up(self) -> None:
         self.down = False
+
+    def move(self, host: int) -> None:
+        """Let another machine answer under this name; what runs on the one before goes on there."""
+        self._elsewhere[self.host] = self.jobs
+        self.host, self.jobs = host, self._elsewhere.pop(host, {})
+        self._notify()
 
     def power_off(self) -> None:
         """Go down and stay so, until somebody reboots it."""
@@ -226,7 +245,7 @@ class Node:
             if refused is None:
                 which = [one for seen, one in job.generations.items() if seen <= token]
                 refused = await self._stop(which, order.stop_grace, order.stuck_after, "an order came")
-            return refused or Gone(self.name)
+            return refused or Gone(self.name, parse_place(self.place(token)))
 
     async def _stop(self, which: list[Generation], grace: float, stuck_after: float, because: str) -> Refused | None:
         boot = self.boot
@@ -312,8 +331,11 @@ class Node:
         other = self._nodes.get(peer)
         if other is None or self.down or other.down or self._is_cut_from(other):
             return None
-        job = other.jobs.get((token.namespace, token.job))
-        generation = None if job is None else job.generations.get(token)
+        hosts = [other.jobs, *other._elsewhere.values()]
+        jobs = [found for host in hosts if (found := host.get((token.namespace, token.job)))]
+        # Peers were told addresses of machines, not names.
+        job = next((one for one in jobs if token in one.generations), None)
+        generation = None if job is None else job.generations[token]
         # Who answers is the supervisor of this very generation, and it goes when its ranks have been stopped.
         if job is None or generation is None or generation.state == "gone":
             return None

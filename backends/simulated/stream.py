@@ -22,7 +22,7 @@ class Stream:
     def __init__(self, world: Simulation, node: Node, token: Token, after_seq: int, heartbeat: float, breaks_after: int | None) -> None:
         self._world = world
         self._node = node
-        self._boot = node.boot
+        self._boot, self._host = node.boot, node.host
         self._token = token
         self._sent = after_seq
         self._heartbeat = heartbeat
@@ -49,7 +49,8 @@ class Stream:
         generation, clock = self._generation, self._world.clock
         if generation is None:
             because = f"{self._token} was never prepared here"
-            yield self._line({"outcome": "refused", "why": "no_such_generation", "because": because})
+            place = self._node.place(self._token)
+            yield self._line({"outcome": "refused", "why": "no_such_generation", "because": because, "place": place})
             return
         yield self._line({"hello": self._hello(generation)})
         beat = step_at = -math.inf
@@ -79,7 +80,7 @@ class Stream:
             return
 
         async def arrive() -> None:
-            if node.hears and self._boot == node.boot and self._generation is not None:
+            if node.hears and (self._boot, self._host) == (node.boot, node.host) and self._generation is not None:
                 self._generation.renew(stamp)
 
         delay = sum(fault.seconds for fault in faults if fault.kind == "delay")
@@ -92,7 +93,7 @@ class Stream:
         """Return the line, if the connection still carries it."""
         if self._broken is not None:
             raise Unreachable(self._node.name, self._broken)
-        if not self._node.speaks or self._boot != self._node.boot:
+        if not self._node.speaks or (self._boot, self._host) != (self._node.boot, self._node.host):
             raise Unreachable(self._node.name, "the connection broke")
         if count and self._left is not None:
             if self._left == 0:
@@ -115,6 +116,7 @@ class Stream:
             "state": generation.state,
             "ranks": ranks,
             "stamp": self._node.stamp(),
+            "place": self._node.place(token),
         }
 
     def _beat(self, generation: Generation) -> dict[str, Any]:

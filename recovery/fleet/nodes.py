@@ -11,6 +11,7 @@ from recovery.fleet.claims import all_retracted, by_marks
 from recovery.fleet.facts import Applied, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
 from recovery.fleet.messages import Withdraw
 from recovery.fleet.model import FleetState, Living, NodeLook, NodeRecord, Standing
+from recovery.spec import FleetNode
 
 FLEET_FILE = "fleet file"
 """Who quarantines a node that the file does not name any more."""
@@ -21,6 +22,7 @@ FLEET = "fleet "
 REPAIR_WITHIN = timedelta(hours=3)
 """A repair has two hours and tells its end itself: one that has not told it by then never will."""
 KEPT_NOTICES = 50
+MAX_MOVES_NAMED = 4
 
 
 def noticed(state: FleetState, notice: str, now: datetime) -> FleetState:
@@ -56,7 +58,32 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
         nodes.append(record)
     # Whoever has left the file while somebody is on it stays until it is free: `settle` sees to that.
     nodes += [_left(record, now) for record in known.values()]
+    for notice in _describe_moves(state, fact):
+        state = noticed(state, notice, now)
     return replace(state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True)
+
+
+def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
+    """Say which nodes have another address or user in the file while a job may have ranks there."""
+    before = {node.name: node.spec for node in state.nodes}
+    jobs = {place.node: record.claim.job for record in state.claims for place in record.places}
+    found = []
+    for spec in fact.nodes:
+        was = before.get(spec.name)
+        if was is None or spec.name not in jobs or _login(was) == _login(spec):
+            continue
+        found.append(
+            f"{spec.name} is {_login(spec)} now and was {_login(was)}, while job {jobs[spec.name]} has it: "
+            f"if its ranks were not started there, the job takes {spec.name} for lost; "
+            "write the old one again, or end its ranks there and `nodes declare-dead` it"
+        )
+    more = [f"and {len(found) - MAX_MOVES_NAMED} more nodes moved while jobs have them"]
+    return found[:MAX_MOVES_NAMED] + (more if len(found) > MAX_MOVES_NAMED else [])
+
+
+def _login(spec: FleetNode) -> str:
+    login = f"{spec.user}@{spec.address}" if spec.user else spec.address
+    return f"{login}:{spec.port}" if spec.port else login
 
 
 def _left(record: NodeRecord, now: datetime) -> NodeRecord:

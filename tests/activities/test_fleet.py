@@ -375,6 +375,24 @@ async def test_where_only_another_fleet_has_launched_a_job_nothing_is_stopped() 
     assert stopped(fleet) == []
 
 
+# --- two servers
+
+
+async def test_what_another_server_has_launched_is_in_the_way_and_not_this_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = await launched(nodes=2)
+    listed = fleet.backend.list
+
+    async def of_another(node: str, gpus: bool = False) -> Any:
+        found = dict(await listed(node, gpus))
+        return {**found, "jobs": [{**job, "server": "0f9d2c77"} for job in found["jobs"]]}
+
+    monkeypatch.setattr(fleet.backend, "list", of_another)
+    fleet.backend.server = "6c1e9ba4"
+    assert (await look(fleet, "n1"))["n1"].held == "job llama of another Temporal server runs on it"
+    assert await reclaim(fleet) == ("n1", "n2")
+    assert stopped(fleet) == [], "its namesake is nothing of ours"
+
+
 # --- reclaiming
 
 

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from real_node import Node, alive, eventually, python, token
+from real_node import Node, alive, done, eventually, python, token
 
 STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
 AWAY = """import subprocess, time
@@ -167,7 +167,7 @@ def test_a_reboot_is_told_from_the_boot_id(node: Node) -> None:
     seen = lines[1]["observation"]
     assert (seen["kind"], seen["rebooted"]) == ("RanksVanished", True)
     assert "rebooted" in seen["because"]
-    assert node.stop(2) == {"outcome": "done", "stopped": []}
+    assert done(node.stop(2))["stopped"] == []
     answer = node.prepare(3)
     assert answer is not None
     assert answer["outcome"] == "done"
@@ -178,7 +178,7 @@ def test_what_is_frozen_can_still_be_stopped(node: Node, frozen: str) -> None:
     pids = node.run(1)
     os.kill(pids["0"] if frozen == "rank" else node.pid(frozen), signal.SIGSTOP)
     answer = node.stop()
-    assert answer == {"outcome": "done", "stopped": [[1, 1]]}
+    assert done(answer)["stopped"] == [[1, 1]]
     eventually(lambda: not node.left())
 
 
@@ -215,7 +215,7 @@ def test_a_pid_that_was_given_to_another_is_left_alone(node: Node) -> None:
         launch = json.loads((node.folder() / "started.json").read_text())
         launch["pids"] = {rank: [bystander.pid, started] for rank, (_, started) in launch["pids"].items()}
         (node.folder() / "started.json").write_text(json.dumps(launch))
-        assert node.stop() == {"outcome": "done", "stopped": []}
+        assert done(node.stop())["stopped"] == []
         listed = node.order("list")
         assert listed is not None
         assert not any(rank["alive"] for rank in listed["jobs"][0]["generations"][0]["ranks"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, alive, eventually, name, python, token
+from real_node import Node, alive, done, eventually, name, python, token
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 
@@ -38,11 +38,9 @@ def test_two_rounds_start_every_rank_once_and_repeats_answer_the_same(node: Node
     assert all(map(alive, started["pids"].values()))
     assert node.start() == {**started, "already": True}
     assert node.prepare() == prepared
-    assert node.stop() == {"outcome": "done", "stopped": [[1, 1]]}
+    assert done(node.stop())["stopped"] == [[1, 1]]
     assert not any(map(alive, started["pids"].values()))
-    eventually(
-        lambda: node.stop() == {"outcome": "done", "stopped": []}, "the keeper ends a moment after it has said that its ranks are gone"
-    )
+    eventually(lambda: done(node.stop())["stopped"] == [], "the keeper ends a moment after it has said that its ranks are gone")
 
 
 def test_a_higher_generation_takes_the_place_of_a_lower_one(node: Node) -> None:
@@ -77,7 +75,7 @@ def test_jobs_do_not_touch_each_other(node: Node) -> None:
 
 
 def test_stop_forbids_for_ever_and_everything_below(node: Node) -> None:
-    assert node.stop(5) == {"outcome": "done", "stopped": []}
+    assert done(node.stop(5))["stopped"] == []
     for generation in (4, 5):
         assert why(node.prepare(generation)) == "refused stopped"
         assert why(node.start(generation)) == "refused stopped"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from connection import connect, ensure_namespace, process_started
+from connection import connect, ensure_namespace, process_started, read_server_id
 from console import jobs
 from console.jobs import Look
 from console.service import HOST, SERVER_OPTIONS, choose_port, find_server
@@ -207,7 +207,7 @@ class Job:
 
     def rank_pids(self, node: str | None = None) -> list[int]:
         """Living ranks, of whatever generation."""
-        carrying = f"RELAUNCH_TOKEN={self.world.client.namespace}/{self.name}/".encode()
+        carrying = f"RELAUNCH_TOKEN={self.world.job_path(self.name)}/".encode()
         at = None if node is None else b"RELAUNCH_NODE_STATE=" + os.fsencode(self.world.node(node).resolve())
         return [
             pid for pid, variables in environments() if any(v.startswith(carrying) for v in variables) and (at is None or at in variables)
@@ -215,7 +215,7 @@ class Job:
 
     def on(self, node: str) -> Path:
         """What a node keeps of this job."""
-        key = hashlib.sha256(f"{self.world.client.namespace}/{self.name}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(self.world.job_path(self.name).encode()).hexdigest()[:16]
         return self.world.node(node) / "jobs" / key
 
     def highest(self, node: str, what: str) -> int | None:
@@ -330,6 +330,7 @@ class World:
             async def connected() -> Client:
                 client = await connect(state, f"{HOST}:{port}")
                 await ensure_namespace(client)
+                self.server_id = await read_server_id(client)
                 return client
 
             self.client = await eventually(connected, "the server does not come up")
@@ -416,6 +417,11 @@ class World:
     def node(self, name: str) -> Path:
         """A node's state folder."""
         return self.places.state(name)
+
+    def job_path(self, job: str) -> str:
+        """How the tokens of a job begin: ranks on ECS name no server."""
+        server = () if self.backend == "ecs" else (self.server_id,)
+        return "/".join((*server, self.client.namespace, job))
 
     def sessions(self, name: str) -> list[int]:
         """The agent session of the worker on a node."""

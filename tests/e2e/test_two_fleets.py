@@ -11,6 +11,7 @@ import pytest_asyncio
 from temporalio.testing import ActivityEnvironment
 
 from activities.fleet import FleetActivities, LookInput, ReclaimInput
+from connection import read_server_id
 from console import fleet_views, fleets
 from recovery.fleet.model import NodeLook
 from settings import Settings
@@ -37,6 +38,7 @@ async def here(world: World) -> AsyncIterator[WorkerFleets]:
     """Both fleets over the same state of the same nodes, without a workflow that asks anything of them."""
     files = (world.folder / "chaos.yaml", world.folder / "other.yaml")
     made = make_fleets(Settings(state=world.folder / "state", fleets=files))
+    made.serve_for(await read_server_id(world.client))
     yield made
     await made.close()
 

@@ -635,6 +635,34 @@ def test_a_file_that_names_no_node_takes_none_away() -> None:
     assert desk.state.notices[-1].endswith("the file of fleet gpus names no node: its 4 nodes stay as they are")
 
 
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [({"address": "10.0.0.9"}, "10.0.0.9"), ({"user": "train"}, "train@{was}"), ({"port": 2222}, "{was}:2222")],
+)
+def test_a_node_that_moves_while_a_job_has_it_is_told(change: dict[str, Any], now: str) -> None:
+    desk = Desk()
+    desk.claim("a", 1, running=True, keep=("n2",))
+    moved = tuple(spec.model_copy(update=change) for spec in desk.specs)
+    before = len(desk.state.notices)
+    desk.go(Applied("act", moved, desk.limits))
+    (notice,) = desk.state.notices[before:]
+    was = desk.specs[1].address
+    assert f"n2 is {now.format(was=was)} now and was {was}, while job a has it" in notice
+    assert notice.endswith("or end its ranks there and `nodes declare-dead` it"), "whole, for a notice is cut off"
+    desk.go(Applied("act", moved, desk.limits))
+    assert len(desk.state.notices) == before + 1, "and it is told once"
+
+
+def test_many_nodes_that_move_are_a_few_notices() -> None:
+    names = tuple(f"n{number}" for number in range(1, 7))
+    desk = Desk(*nodes(*names))
+    desk.claim("a", 6, running=True, keep=names)
+    before = len(desk.state.notices)
+    desk.go(Applied("act", tuple(spec.model_copy(update={"user": "train"}) for spec in desk.specs), desk.limits))
+    assert len(desk.state.notices[before:]) == 5
+    assert desk.state.notices[-1].endswith("and 2 more nodes moved while jobs have them")
+
+
 # --- people
 
 

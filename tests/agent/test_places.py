@@ -1,0 +1,57 @@
+"""Every answer that may prove something of ranks says where it comes from: machine, boot, user and the job's own state."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+from real_node import Node, alive, done, refusal, token
+
+from agent.state import boot_id
+
+
+def place(answer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = done(answer)["place"]
+    return found
+
+
+def test_every_answer_of_one_state_folder_tells_the_same_place(node: Node) -> None:
+    prepared = place(node.prepare())
+    assert set(prepared) == {"machine", "boot_id", "uid", "state"}
+    assert (prepared["boot_id"], prepared["uid"]) == (boot_id(node.state), os.geteuid())
+    assert len(bytes.fromhex(prepared["machine"])) == len(bytes.fromhex(prepared["state"])) == 8
+    done(node.start())
+    assert node.watch().until("hello")["place"] == prepared
+    refused = node.order("watch", token=token(2), after_seq=0, heartbeat=1.0)
+    assert refusal(refused) == "no_such_generation"
+    assert refused is not None
+    assert refused["place"] == prepared
+    node.end_session()
+    assert place(node.prepare(2)) == prepared, "another session, and a later generation"
+    assert place(node.stop(2)) == prepared
+    assert node.watch(2).until("hello")["place"] == prepared, "told from the disk"
+
+
+def test_a_job_that_was_never_here_has_no_state_here(node: Node) -> None:
+    refused = node.order("watch", token=token(1), after_seq=0, heartbeat=1.0)
+    assert refused is not None
+    assert refused["place"]["state"] == ""
+    assert place(node.stop())["state"] != place(node.stop(token=token(1, job="k")))["state"], "each job has its own"
+
+
+@pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
+def test_state_that_is_deleted_under_ranks_does_not_come_back_as_the_same(node: Node, what: str) -> None:
+    before = place(node.prepare())
+    pids = done(node.start())["pids"].values()
+    node.end_session()
+    folder = node.folder()
+    shutil.rmtree({"state": node.state, "jobs": node.state / "jobs"}.get(what, folder / "nothing"), ignore_errors=True)
+    if what == "highest.json":
+        (folder.parent / what).unlink()
+    after = place(node.stop())
+    assert (after["machine"], after["boot_id"], after["uid"]) == (before["machine"], before["boot_id"], before["uid"])
+    assert after["state"] != before["state"]
+    if what != "highest.json":
+        assert all(map(alive, pids)), "so what it said of them is no proof"

@@ -1,0 +1,93 @@
+"""Two Temporal servers may have a namespace, a fleet and a job of the same name: on a node they are two jobs of two fleets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_node import Node, alive, done, eventually, refusal, token
+
+from agent.protocol import Token, parse_token
+
+ONE, OTHER = "6c1e9ba4-1111", "0f9d2c77-2222"
+
+
+def named(server: str, generation: int = 1, submission: int = 1) -> dict[str, Any]:
+    return {**token(generation, submission), **({"server": server} if server else {})}
+
+
+def prepare(node: Node, server: str, generation: int = 1, submission: int = 1) -> Any:
+    fleet = f"{server}/default/gpus" if server else "default/gpus"
+    return node.prepare(generation, token=named(server, generation, submission), fleet=fleet)
+
+
+def run(node: Node, server: str) -> list[int]:
+    done(prepare(node, server))
+    return list(done(node.start(token=named(server)))["pids"].values())
+
+
+@pytest.mark.parametrize("first", [ONE, ""])
+def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and_they_live_on(node: Node, first: str) -> None:
+    pids = run(node, first)
+    answer = prepare(node, OTHER, submission=2)
+    assert refusal(answer) == "other_fleet"
+    said = first[:8] or "it did not say which"
+    assert answer["because"] == f"ranks of job j of fleet gpus of another Temporal server ({said}, namespace default) live on this node"
+    assert all(map(alive, pids))
+    assert done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], "its own controller goes on as ever"
+
+
+def test_a_stop_of_a_namesake_stops_nothing_and_does_not_forbid_the_other(node: Node) -> None:
+    pids = run(node, ONE)
+    answer = done(node.stop(token=named(OTHER, submission=9)))
+    assert answer["stopped"] == []
+    assert all(map(alive, pids))
+    assert done(node.stop(token=named(ONE)))["stopped"] == [[1, 1]]
+    assert not any(map(alive, pids))
+
+
+def test_what_the_node_lists_says_whose_it_is(node: Node) -> None:
+    run(node, ONE)
+    (job,) = done(node.order("list"))["jobs"]
+    assert (job["server"], job["namespace"], job["job"]) == (ONE, "default", "j")
+    (living,) = done(node.order("probe", within=5.0))["jobs"]
+    assert (living["server"], living["fleet"]) == (ONE, f"{ONE}/default/gpus")
+    watch = node.begin("watch", token=named(ONE), after_seq=0, heartbeat=0.2)
+    assert watch.until("hello")["token"] == named(ONE)
+
+
+def test_what_a_dead_keeper_left_behind_is_found_by_its_server_too(node: Node, tmp_path: Path) -> None:
+    """A child with its own session outlives keeper and rank; only the token in its environment says whose it is."""
+    done(prepare(node, ONE))
+    left = tmp_path / "left"
+    script = f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec sleep 1000"
+    done(node.start(token=named(ONE), command=["sh", "-c", script]))
+    pid = int(eventually(lambda: left.exists() and left.read_text().strip()))
+    keeper, supervisor = node.pid("keeper"), node.pid("supervisor")
+    os.kill(keeper, signal.SIGSTOP)  # else it has another supervisor, or stops its ranks
+    for one in (supervisor, keeper):
+        os.kill(one, signal.SIGKILL)
+    eventually(lambda: not alive(keeper))
+    assert alive(pid)
+    done(node.stop(token=named(OTHER)))
+    assert alive(pid)
+    done(node.stop(token=named(ONE)))
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize("bad", ["a/b", "a\nb", 7])
+def test_a_server_that_is_no_name_is_refused(node: Node, bad: Any) -> None:
+    assert refusal(node.prepare(token={**token(1), "server": bad})) == "bad_order"
+
+
+@pytest.mark.parametrize("made", [Token("ns", "j", 1, 2), Token("ns", "j", 1, 2, ONE)])
+def test_the_text_of_a_token_is_read_back(made: Token) -> None:
+    assert parse_token(made.text) == made
+
+
+@pytest.mark.parametrize("text", ["", "j", "ns/j/1", "ns/j/1/x", "ns/j/x/1", "s/ns/j/1/", "a/b/c/d/1/2", "//j/1/2"])
+def test_what_is_no_token_is_none(text: str) -> None:
+    assert parse_token(text) is None

@@ -1,0 +1,96 @@
+"""A node's state is gone while its ranks run: the agent that answers then never saw them, and proves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from recovery.model import JobState
+from tests.chaos.world import RANK_PROGRAM, Job, World, chaos_policy, eventually
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+LEASE = 3.0
+SAID = "its agent does not have the state that generation 1 was started from"
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    async with World(tmp_path_factory.mktemp("e2e") / "world", 125, nodes=2, spares=1, answer_within=5.0) as made:
+        yield made
+
+
+async def forget(world: World, node: str) -> None:
+    """Delete a node's state, as somebody does who tidies up, and the session that knows of it."""
+    shutil.rmtree(world.node(node))
+    for pid in world.sessions(node):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def running(world: World, times: dict[str, str], **spec: Any) -> Job:
+    """Start a job whose ranks write nothing into the node's state, and so live on without it."""
+    name = f"j{uuid.uuid4().hex[:8]}"
+    folder = world.folder / "jobs" / name
+    words = " ".join(map(shlex.quote, (world.python, "-S", str(RANK_PROGRAM), str(folder))))
+    command = ["sh", "-c", f"RELAUNCH_PROGRESS_FILE={folder}/progress.$RANK exec {words}"]
+    job = await world.submit(name=name, policy=chaos_policy(times), command=command, **spec)
+    await job.until_phase("RUNNING", generation=1)
+    await asyncio.sleep(LEASE + 1.0)  # who still lives then has been renewed
+    assert job.rank_pids()
+    return job
+
+
+async def finish(world: World, job: Job) -> None:
+    job.let_end()
+    await job.until_phase("SUCCEEDED")
+    await world.tidy(job)
+
+
+@pytest.mark.long
+async def test_a_gang_waits_until_the_ranks_of_the_lost_state_must_have_fenced(world: World) -> None:
+    job = await running(world, {})
+    left = job.rank_pids("n2")
+    assert left
+    await forget(world, "n2")
+    os.kill(job.rank_pids("n1")[0], signal.SIGKILL)
+    await job.until_phase("RUNNING", generation=3)
+    assert job.lines("violations") == []
+    assert not set(left) & set(job.rank_pids())
+    state = await job.state()
+    assert [slot.node for slot in state.slots] == ["n1", "n3"]
+    (found,) = [one for one in await job.incidents() if SAID in one.because] or await job.incidents()
+    assert any(SAID in text for text in (found.because, *(decision.because for decision in found.decisions)))
+    await finish(world, job)
+
+
+@pytest.mark.long
+async def test_ranks_that_are_alone_keep_their_node_until_a_person_says_more(world: World) -> None:
+    job = await running(world, {"ask_after": "1s", "lost_after": "1s"}, nodes=1)
+    (node,) = [slot.node for slot in (await job.state()).slots]
+    left = job.rank_pids(node)
+    await forget(world, node)
+
+    async def asked() -> JobState | None:
+        state = await job.state()
+        return state if state.phase == "WAITING_FOR_PERSON" and SAID in state.because else None
+
+    state = await eventually(asked, "nobody is asked, or not why")
+    assert state.because.startswith(f"{node} answers, but {SAID}")
+    assert "declare-dead" in state.next.what
+    await job.signal("force_retry", {"because": "go on"})
+    await asyncio.sleep(2)
+    assert job.rank_pids() == left, "they run on, and nothing runs beside them"
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)  # as the person does who looked at the machine
+    await job.signal("report", {"node": node, "because": "its ranks were ended by hand"})
+    await job.until_phase("RUNNING", generation=3)
+    assert job.lines("violations") == []
+    await finish(world, job)

@@ -1,0 +1,229 @@
+"""What an answer proves: only the place where ranks were started can say that they are gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from recovery.decide import decide
+from recovery.events import (
+    DeadlinePassed,
+    Launched,
+    LaunchFailed,
+    LaunchRefused,
+    NodeDeclaredDead,
+    NodeRefusal,
+    NodesAcquired,
+    NodeUnreachable,
+    RanksFound,
+    RanksStopped,
+    RanksSucceeded,
+)
+from recovery.evolve import absorb, resubmit
+from recovery.model import Ask, JobState, Phase, Slot, Wait
+from recovery.places import (
+    Place,
+    StartedPlaces,
+    explain_doubt,
+    explain_forgotten,
+    find_doubt,
+    limit_places,
+    parse_place,
+    record_places,
+)
+from tests.recovery.builders import T0, new_job, play
+
+TOLD: dict[str, Any] = {"machine": "f29984fb3bef03b3", "boot_id": "9df949fd-71a9", "uid": 1000, "state": "0ff05658b13ac7aa"}
+STARTED = Place("f29984fb3bef03b3", "1" * 12, 1000, "0ff05658b13ac7aa")
+ELSEWHERE = replace(STARTED, machine="aa11", state="bb22")
+
+
+@pytest.mark.parametrize(
+    ("answering", "said"),
+    [
+        (STARTED, None),
+        (replace(STARTED, boot_id="2" * 12), None),
+        (
+            replace(STARTED, machine="aa1111111111"),
+            "from another machine than the one generation 3 was started on (machine aa111111, was f29984fb)",
+        ),
+        (replace(STARTED, machine="aa", boot_id="2" * 12), "from another machine"),
+        (replace(STARTED, uid=0), "as another user than the one generation 3 was started as (uid 0, was 1000)"),
+        (replace(STARTED, uid=0, state="other"), "as another user"),
+        (replace(STARTED, state="other"), "its agent does not have the state that generation 3 was started from"),
+        (replace(STARTED, state="other", boot_id="2" * 12), "its agent does not have the state"),
+        (replace(STARTED, state=""), "its agent does not have the state"),
+        (None, "n2 answers without saying where it runs"),
+    ],
+)
+def test_what_an_answer_proves(answering: Place | None, said: str | None) -> None:
+    doubt = explain_doubt("n2", 3, STARTED, answering)
+    assert (doubt is None) == (said is None), doubt
+    assert said is None or said in str(doubt)
+
+
+def test_a_place_without_state_proves_nothing_even_to_itself() -> None:
+    nothing = replace(STARTED, state="")
+    assert explain_doubt("n2", 3, nothing, nothing) is not None
+
+
+def test_what_an_agent_tells_is_read_and_written_back() -> None:
+    place = parse_place(TOLD)
+    assert place is not None
+    assert (place.machine, place.uid, place.state) == ("f29984fb3bef03b3", 1000, "0ff05658b13ac7aa")
+    assert place.boot_id != TOLD["boot_id"] and len(place.boot_id) == 12, "a digest, for it is kept for each node"
+    assert Place.from_text(place.text) == place
+    unknown = parse_place({**TOLD, "state": ""})
+    assert unknown is not None and Place.from_text(unknown.text) == unknown
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        "f29984fb",
+        {},
+        {**TOLD, "machine": None},
+        {**TOLD, "machine": ""},
+        {**TOLD, "machine": "x" * 65},
+        {**TOLD, "machine": "two words"},
+        {**TOLD, "machine": "a\nb"},
+        {**TOLD, "boot_id": ""},
+        {**TOLD, "boot_id": 7},
+        {**TOLD, "state": {"a": 1}},
+        {**TOLD, "uid": -1},
+        {**TOLD, "uid": 2**32},
+        {**TOLD, "uid": True},
+        {**TOLD, "uid": 1.5},
+        {**TOLD, "uid": "0"},
+        {name: value for name, value in TOLD.items() if name != "uid"},
+    ],
+)
+def test_what_is_no_place_is_none_and_so_proves_nothing(value: object) -> None:
+    assert parse_place(value) is None
+
+
+def started(generation: int, submission: int = 1000, **by_node: Place) -> StartedPlaces:
+    return StartedPlaces(submission, generation, {node: place.text for node, place in by_node.items()})
+
+
+def test_an_answer_must_come_from_where_each_generation_was_started() -> None:
+    places = (started(3, n1=STARTED, n2=STARTED), started(4, n2=ELSEWHERE))
+    assert find_doubt(places, "n1", STARTED) is None
+    assert "generation 4" in str(find_doubt(places, "n2", STARTED))
+    assert "generation 3" in str(find_doubt(places, "n2", ELSEWHERE))
+    assert find_doubt(places, "n3", None) is None, "where nothing was started nothing can be doubted"
+
+
+def test_never_prepared_here_proves_where_nothing_was_written_down_or_the_node_rebooted() -> None:
+    places = (started(3, n1=STARTED),)
+    rebooted = replace(STARTED, boot_id="2" * 12)
+    assert explain_forgotten(places, "n1", 3, STARTED) == (
+        "n1 does not know generation 3 any more, which was started there: its files were removed"
+    )
+    assert explain_forgotten(places, "n1", 3, rebooted) is None
+    assert explain_forgotten(places, "n1", 4, STARTED) is None, "that one may never have come there"
+    assert explain_forgotten(places, "n2", 3, STARTED) is None
+    assert "another machine" in str(explain_forgotten(places, "n1", 3, ELSEWHERE))
+    assert "without saying where" in str(explain_forgotten(places, "n1", 3, None))
+    assert explain_forgotten(places, "n2", 3, None) is None
+
+
+def test_places_are_kept_once_and_for_nodes_where_ranks_may_live() -> None:
+    known = record_places((), started(3, n1=STARTED, n2=STARTED), ("n1", "n2"))
+    assert known == (started(3, n1=STARTED, n2=STARTED),)
+    newer = record_places(known, started(4, n1=STARTED, n2=ELSEWHERE), ("n1", "n2"))
+    assert newer == (started(3, n2=STARTED), started(4, n1=STARTED, n2=ELSEWHERE))
+    again = record_places(newer, started(4, n3=STARTED), ("n1", "n2", "n3"))
+    assert again == (started(3, n2=STARTED), started(4, n1=STARTED, n2=ELSEWHERE, n3=STARTED))
+    assert record_places(newer, started(4, n2=STARTED), ("n1",)) == (started(4, n1=STARTED),)
+    assert limit_places(newer, ("n1",)) == (started(4, n1=STARTED),)
+    assert limit_places(newer, ()) == ()
+
+
+# --- what a job remembers of it
+
+
+def running(nodes: int = 2) -> JobState:
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    job = replace(new_job(nodes=nodes), generation=3, phase=Phase.LAUNCHING)
+    job = absorb(job, NodesAcquired(tuple(Slot(name, name) for name in names)), T0)
+    job, _ = play(job, Launched(3, T0, T0, dict.fromkeys(names, STARTED.text)))
+    return job
+
+
+def test_a_launch_is_remembered_until_its_nodes_are_proven_clean() -> None:
+    job = running()
+    assert job.places == (started(3, n1=STARTED, n2=STARTED),)
+    assert absorb(job, RanksStopped(3, ("n1",), T0), T0).places == (started(3, n2=STARTED),)
+    assert absorb(job, NodeDeclaredDead("n2", "", "ada"), T0).places == (started(3, n1=STARTED),)
+    assert absorb(job, RanksSucceeded(3), T0).places == ()
+
+
+def test_a_launch_that_completes_takes_the_place_of_all_before_it() -> None:
+    job = replace(running(), generation=4)
+    assert absorb(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (started(4, n1=ELSEWHERE),)
+    stale = absorb(job, Launched(3, T0, T0, {"n1": STARTED.text}), T0)
+    assert stale.places == job.places, "what is told of a generation that was given up adds to what is known"
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_launch_that_fails_half_way_is_remembered_beside_those_before_it(failed: bool) -> None:
+    job = replace(running(), generation=4)
+    told = {"n1": STARTED.text, "n2": ELSEWHERE.text}
+    event = (
+        LaunchFailed(4, ("n2",), True, timedelta(0), "n2: no answer", told)
+        if failed
+        else LaunchRefused(4, (NodeRefusal("n1", "cannot_start", "x"),), places=told)
+    )
+    assert absorb(job, event, T0).places == (started(3, n2=STARTED), started(4, n1=STARTED, n2=ELSEWHERE))
+
+
+def test_a_launch_that_was_given_up_half_way_is_remembered() -> None:
+    job = replace(running(), generation=4)
+    half = StartedPlaces(job.submission, 4, {"n2": ELSEWHERE.text, "n3": STARTED.text})
+    found = absorb(job, RanksFound(("n2", "n3"), (half,)), T0)
+    assert found.places == (started(3, n1=STARTED, n2=STARTED), half)
+
+
+def test_a_new_submission_goes_on_knowing_where_ranks_of_the_old_one_may_live() -> None:
+    job = replace(running(), phase=Phase.FAILED)
+    again = resubmit(job, 2000, "ada", T0, renew_budgets=False, avoid=())
+    assert (again.places, again.maybe_alive) == (job.places, job.maybe_alive)
+
+
+def test_a_node_that_answers_from_elsewhere_is_lost_and_the_page_says_why() -> None:
+    said = "n1 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
+    job, decision = play(running(1), NodeUnreachable(3, "n1", timedelta(minutes=3), said, is_elsewhere=True))
+    assert isinstance(decision, Wait)
+    assert (decision.phase, decision.because) == (Phase.NODE_LOST, f"{said}; nothing is stopped")
+    assert job.incident is not None and job.incident.because == said
+    job, decision = play(job, DeadlinePassed())
+    assert isinstance(decision, Ask)
+    assert decision.because == said
+    decision = decide(replace(job, phase=Phase.WAITING_FOR_PERSON), DeadlinePassed(), T0)
+    assert isinstance(decision, Ask)
+    assert decision.because == f"{said}, and nobody has said what to do"
+
+
+def test_many_lost_nodes_are_told_apart_in_few_words() -> None:
+    job = running(6)
+    for number in range(1, 7):
+        event = NodeUnreachable(3, f"n{number}", timedelta(minutes=3), f"n{number} is elsewhere", is_elsewhere=number > 2)
+        job, _ = play(job, event)
+    _, decision = play(job, DeadlinePassed())
+    assert isinstance(decision, Ask)
+    assert decision.because == "n1, n2 did not answer for 1h; n3 is elsewhere; n4 is elsewhere; and 2 more answer from elsewhere"
+
+
+def test_a_node_that_was_prepared_elsewhere_is_lost_with_the_ranks_that_may_live_where_it_was() -> None:
+    job = replace(running(), generation=4, phase=Phase.LAUNCHING)
+    said = "n2 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
+    job, decision = play(job, LaunchFailed(4, ("n2",), False, timedelta(0), said, elsewhere=("n2",)))
+    assert [(lost.node, lost.because, lost.is_elsewhere) for lost in job.lost] == [("n2", said, True)]
+    assert said in decision.because
+    assert job.places == (started(3, n1=STARTED, n2=STARTED),)

@@ -1,0 +1,93 @@
+"""Another machine answers for a node: it never saw the ranks, so it proves nothing, and nothing is launched beside them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+import activities.job
+import recovery.fencing
+from backends.simulated import Progress, Script
+from recovery.fencing import fence_wait
+from recovery.model import Phase
+from tests.workflows.conftest import MakeRig
+from tests.workflows.rig import Rig, policy
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+FENCING = {"lease": "4s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
+RUNS = Progress(rate=20.0, hangs=True)
+ELSEWHERE = "answers, but from another machine than the one generation 1 was started on"
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
+    monkeypatch.setattr(activities.job, "LAUNCH_RETRY_DELAY", timedelta(milliseconds=50))
+
+
+def ends(rig: Rig, generation: int = 1) -> dict[str, float]:
+    return {life.node: life.at for life in rig.backend.lives if life.kind == "ended" and life.token.generation == generation}
+
+
+def begins(rig: Rig, generation: int = 2) -> list[float]:
+    return [life.at for life in rig.backend.lives if life.kind == "started" and life.token.generation == generation]
+
+
+def is_renewed(rig: Rig, node: str) -> bool:
+    return any(call.command == "renew" and call.node == node for call in rig.backend.calls)
+
+
+async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before_must_have_fenced(make_rig: MakeRig) -> None:
+    async with make_rig(Script((RUNS,)), spares=1) as rig:
+        job = await rig.submit(policy(FENCING), ranks=1)
+        await job.until(lambda _: is_renewed(rig, "n2"), "a renewal")
+        rig.backend.move("n2", 1)
+        await job.handle.signal("force_retry", {"because": "a new driver"})
+        state = await job.until_phase(Phase.RUNNING, 3)
+        assert [slot.node for slot in state.slots] == ["n1", "n3"]
+        assert begins(rig) == [], "generation 2 was prepared, and found n2 elsewhere"
+        stopped = ends(rig)
+        assert set(stopped) == {"n1", "n2"}
+        assert min(begins(rig, 3)) >= max(stopped.values())
+        # The first proof of n1's end is the preparation; the wait begins no earlier than the stop that came after it.
+        assert min(begins(rig, 3)) >= stopped["n1"] + fence_wait(policy(FENCING).timeouts, 2).total_seconds() - 0.05
+        assert ELSEWHERE in (state.incident or state.incidents[-1]).because, "it closes as training goes on"
+        assert [place.generation for place in state.places] == [3]
+        await job.handle.signal("cancel")
+        await job.result()
+
+
+async def test_a_watch_does_not_renew_nor_believe_what_answers_from_elsewhere(make_rig: MakeRig) -> None:
+    async with make_rig(Script((RUNS,))) as rig:
+        job = await rig.submit(policy({**FENCING, "lease": "20s", "fence_after": "20s"}))
+        await job.until(lambda _: is_renewed(rig, "n2"), "a renewal")
+        rig.backend.move("n2", 1)
+        state = await job.until_phase(Phase.NODE_LOST)
+        assert state.because.startswith(f"n2 {ELSEWHERE}")
+        assert state.because.endswith("nothing is stopped")
+        assert [(lost.node, lost.is_elsewhere) for lost in state.lost] == [("n2", True)]
+        rig.backend.move("n2", 0)
+        state = await job.until_phase(Phase.RUNNING, 1)
+        assert (state.lost, ends(rig), rig.orders("stop")) == ((), {}, [])
+        await job.handle.signal("cancel")
+        await job.result()
+
+
+async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before(make_rig: MakeRig) -> None:
+    async with make_rig(Script((RUNS,)), nodes=1, spares=1) as rig:
+        job = await rig.submit(policy({**FENCING, "ask_after": "500ms"}), nodes=1)
+        await job.until(lambda _: is_renewed(rig, "n1"), "a renewal")
+        rig.backend.move("n1", 1)
+        state = await job.until_phase(Phase.WAITING_FOR_PERSON)
+        assert state.because.startswith(f"n1 {ELSEWHERE}")
+        assert "declare-dead" in state.next.what
+        await job.handle.signal("force_retry", {"because": "go on"})
+        await job.until(lambda s: s.generation == 2, "the person's launch")
+        await job.until(lambda _: sum(order == ("n1", 1) for order in rig.orders("stop")) > 0, "an order to stop")
+        assert (ends(rig), begins(rig)) == ({}, [])
+        rig.backend.move("n1", 0)
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert min(begins(rig)) >= max(ends(rig).values())
+        await job.handle.signal("cancel")
+        await job.result()
