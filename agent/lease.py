@@ -5,12 +5,14 @@ Reads no clock and stops nobody.
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, Tuple
+from typing import Dict, Iterable, List, Tuple
 
 CLOCK_TOLERANCE = 0.25
 """Seconds by which two clocks may seem to differ before one of them is said to have stood still."""
 CLOCK_DRIFT = 0.001
 """Of the time between two comparisons: both clocks may be steered by as much as 500 ppm."""
+MAX_STANDSTILLS = 64
+"""That are remembered; a stamp from before so many is too old to renew anything."""
 CLOCK_WINDOW = 60.0
 """Seconds that a first comparison counts, so that the drift allowed for stays small."""
 
@@ -88,6 +90,25 @@ def measure_standstill(stamp: float, age: float, now: float) -> float:
     return lost if lost > CLOCK_TOLERANCE + CLOCK_DRIFT * age else 0.0
 
 
+class Standstills:
+    """What each time of this node's clock is worth after the clock has stood still.
+
+    A stamp from before, or the time of a question, seems younger than it is. Renewals wait in the
+    sockets of a paused machine, each with the age that it had when it was sent.
+    """
+
+    def __init__(self) -> None:
+        self._found: List[Tuple[float, float]] = []
+        """This node's clock when a standstill was found, and its length in seconds."""
+
+    def add(self, at: float, lost: float) -> None:
+        self._found = [*self._found, (at, lost)][-MAX_STANDSTILLS:]
+
+    def correct(self, moment: float) -> float:
+        """Return a time of this clock, earlier by each standstill that was found after it."""
+        return moment - sum(lost for at, lost in self._found if moment < at)
+
+
 class PeerClocks:
     """Compares this node's clock with those of its peers, which go on while this machine is paused.
 
@@ -135,6 +156,10 @@ class Vouchers:
     def __init__(self, peers: Iterable[str]) -> None:
         self._asked: dict[str, float | None] = dict.fromkeys(peers)
         """When the newest question was sent that each answered with `alive`."""
+
+    def forget(self) -> None:
+        """Forget answers whose age is not known any more, because this node's clock stood still."""
+        self._asked = dict.fromkeys(self._asked)
 
     def answered(self, peer: str, asked: float, alive: bool, leased: bool) -> float | None:
         """Return the time as of which the gang is vouched for, if it is."""

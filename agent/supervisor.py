@@ -17,7 +17,7 @@ from typing import Dict, Iterable, Tuple
 
 from agent import cgroup, evidence, journal, kernel_log, processes, users
 from agent.faults import pass_by
-from agent.lease import Lease, PeerClocks, Vouchers, measure_standstill
+from agent.lease import Lease, PeerClocks, Standstills, Vouchers, measure_standstill
 from agent.loop import Channel, Loop
 from agent.peers import Answer, Peers
 from agent.progress import RankProgress
@@ -117,6 +117,7 @@ class Supervisor:
         self.renewed = False
         self.vouchers = Vouchers(())
         self.clocks = PeerClocks()
+        self.standstills = Standstills()
         self.fences = False
         self.observations: list[Json] = []
         self.kernel = kernel
@@ -281,8 +282,9 @@ class Supervisor:
         """
         at = now()
         if stamp <= at:
-            self._count_standstill(measure_standstill(stamp, age, at))
-            stamp = min(stamp, at - age)
+            # Several that waited here while the machine was paused tell of the same time.
+            self._count_standstill(measure_standstill(self.standstills.correct(stamp), age, at))
+            stamp = min(self.standstills.correct(stamp), at - age)
         if self.lease is not None and self.lease.renew(stamp, at):
             self._inform_guard()
         self.link.send({"renew": stamp})
@@ -291,6 +293,8 @@ class Supervisor:
         """Have the lease end earlier by the time for which this node's clock stood still."""
         if lost > 0.0 and self.lease is not None:
             self.clocks.forget()
+            self.standstills.add(now(), lost)
+            self.vouchers.forget()
             self.lease.shift(lost)
             self._inform_guard()
             self.link.send({"stood_still": lost})
@@ -480,7 +484,8 @@ class Supervisor:
         if answer.superseded is not None:
             self.link.send({"superseded": answer.superseded})
             return
-        vouched = self.vouchers.answered(answer.node, answer.asked, answer.alive, answer.leased)
+        asked = self.standstills.correct(answer.asked)
+        vouched = self.vouchers.answered(answer.node, asked, answer.alive, answer.leased)
         if vouched is not None:
             if self.lease is not None:
                 self.lease.vouched(vouched)
