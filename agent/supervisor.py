@@ -289,10 +289,9 @@ class Supervisor:
         """
         at = now()
         if stamp <= at:
-            # First: a standstill that was counted already must not be counted again for an old stamp.
-            stamp = self.standstills.correct(stamp)
-            self._count_standstill(measure_standstill(stamp, age, at))
-            stamp = min(stamp, at - age)
+            # Several that waited here while the machine was paused tell of the same time.
+            self._count_standstill(measure_standstill(self.standstills.correct(stamp), age, at))
+            stamp = min(self.standstills.correct(stamp), at - age)
         if self.lease is not None and self.lease.renew(stamp, at):
             self._inform_guard()
         self.link.send({"renew": stamp})

@@ -15,7 +15,7 @@ import pytest
 from real_node import Node, Stream, alive, boottime, eventually
 from test_lease import fenced, goes_on, launch, renewing
 
-from agent.lease import CLOCK_WINDOW, Lease, PeerClocks, measure_standstill
+from agent.lease import CLOCK_WINDOW, Lease, PeerClocks, Standstills, Vouchers, measure_standstill
 
 LONG = {"lease": 60.0, "fence_after": 60.0}
 """Times that no test waits for."""
@@ -76,6 +76,21 @@ def test_time_that_a_clock_stood_still_is_time_of_the_lease() -> None:
     assert (lease.leased_until, lease.ends) == (12.0, 17.0)
 
 
+def test_a_time_from_before_a_standstill_is_older_than_it_seems() -> None:
+    standstills = Standstills()
+    standstills.add(100.0, 30.0)
+    standstills.add(200.0, 5.0)
+    assert [standstills.correct(moment) for moment in (99.0, 150.0, 201.0)] == [64.0, 145.0, 201.0]
+
+
+def test_answers_from_before_a_standstill_vouch_for_nothing() -> None:
+    vouchers = Vouchers(("n2", "n3"))
+    vouchers.answered("n2", 1.0, True, False)
+    vouchers.forget()
+    assert vouchers.answered("n3", 2.0, True, False) is None
+    assert vouchers.answered("n2", 3.0, True, False) == 2.0
+
+
 def renew(watch: Stream, stamp: float, age: float) -> None:
     watch.node.send({"id": watch.number, "send": {"renew": {"stamp": stamp, "age": age}}})
 
@@ -89,6 +104,31 @@ def test_a_renewal_that_is_older_than_the_clock_says_ends_what_has_run_out(node:
     seen = watch.observation("Fenced")
     assert seen["why"] == "isolated"
     eventually(lambda: not any(map(alive, pids.values())))
+
+
+def test_renewals_that_waited_through_a_pause_tell_of_it_once(node: Node) -> None:
+    """Counted once each, the three would be more than the lease and the fence together."""
+    pids = node.run(1, **LONG)
+    watch = node.watch()
+    watch.renew()
+    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
+    for age in (50.0, 60.0, 70.0):
+        renew(watch, stamp, age)
+    renew(watch, watch.until("heartbeat")["stamp"], 0.0)
+    watch.until("heartbeat", lambda beat: beat["lease_left"] > 50)
+    assert all(map(alive, pids.values()))
+
+
+def test_a_renewal_from_before_a_pause_prolongs_nothing_when_it_is_read_after_it(node: Node) -> None:
+    node.run(1, **LONG)
+    watch = node.watch()
+    watch.renew()
+    stamp = watch.until("heartbeat", lambda beat: (beat["lease_left"] or 0) > 55)["stamp"]
+    renew(watch, stamp, 40.0)
+    watch.until("heartbeat", lambda beat: beat["lease_left"] <= 20)
+    renew(watch, stamp, 0.1)
+    assert watch.until("heartbeat")["lease_left"] <= 20
+    assert watch.until("heartbeat")["lease_left"] <= 20
 
 
 def test_a_renewal_that_is_older_than_the_clock_says_shortens_the_lease_until_the_next_one(node: Node) -> None:
