@@ -116,7 +116,9 @@ def fuzz(seed: int, messages: int) -> dict[str, int]:
         honest = grammar.random.choice((*WATCHED, LISTED, PREPARED, REFUSED, DIAGNOSED))
         said = grammar.invent() if draw < 0.3 else grammar.value() if draw < 0.4 else grammar.mutate(honest)
         line = json.dumps(said).encode()
-        assert not has_too_many_values(line)
+        if has_too_many_values(line):  # the session ends there, with a sentence
+            counts["refused"] += 1
+            continue
         decoded = json.loads(line)
         try:
             if honest in WATCHED or draw < 0.3:
