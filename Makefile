@@ -47,6 +47,7 @@ bench: setup
 chaos: setup
 	$(PY) -m tests.chaos
 	$(PY) -m tests.chaos.repairs
+	$(PY) -m tests.fence
 
 # Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
 vm-test: setup

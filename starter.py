@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from console.node_commands import nodes_app
-from console.terminal import Because, Job, Json, print_json, say, with_client
+from console.terminal import Because, Job, Json, Why, print_json, say, with_client
 from settings import Mistake, Settings, read_settings
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def retry(
 def answer(
     job: Job,
     decision: Annotated[str, typer.Argument(metavar="approve|deny|snooze|take-over")],
-    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
+    because: Why,
     within: Annotated[str | None, typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h.")] = None,
     node: Annotated[
         str | None, typer.Option(metavar="NODE", help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.")
@@ -292,7 +292,7 @@ def explain_policy(
 @policy_app.command("change")
 def change_policy(
     job: Job,
-    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")],
+    because: Why,
     file: Annotated[str | None, typer.Argument(metavar="FILE|PRESET")] = None,
     values: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as max_restarts=12.")] = None,
 ) -> None:

@@ -32,7 +32,7 @@ from activities.stopping import StopRanksInput, beating, stop_everywhere
 from backends.base import Backend, Fleets, identity
 from recovery.fleet.facts import Applied, Remembered
 from recovery.fleet.inventory import read_inventory
-from recovery.fleet.memory import memory
+from recovery.fleet.memory import has_restored, memory
 from recovery.fleet.model import FleetState, Living, NodeLook
 from recovery.model import Token
 from recovery.policy import Timeouts
@@ -125,12 +125,16 @@ class FleetActivities:
         lost = ""
         try:
             async with asyncio.timeout(REMEMBER_WITHIN.total_seconds()):
-                for run in await self._runs_before(fleet):
+                before = await self._runs_before(fleet)
+                for run in before:
                     if (state := await self._state_of(run)) is None:
                         continue
                     known.append(state)
-                    if state.remembered:
+                    if has_restored(state):
                         break
+                else:
+                    if len(before) >= MOST_RUNS:
+                        lost = f"none of the {len(before)} runs before this one had taken over what there was before it"
         except (RPCError, WorkflowQueryFailedError, WorkflowQueryRejectedError, ValidationError, LookupError, TimeoutError) as error:
             lost = str(error.args[0] if isinstance(error, LookupError) else error) or "no answer"
             activity.logger.warning("fleet %s: what a run before this one knew is not to be had: %s", fleet, lost)
@@ -290,11 +294,16 @@ class FleetActivities:
         return dict(zip(jobs, await asyncio.gather(*(one(job) for job in jobs)), strict=True))
 
     async def _submission(self, job: str) -> int | None:
-        """Which submission of a job runs, which is named after the start of its first run; None: none does."""
+        """Which submission of a job runs; None: none does.
+
+        It is numbered by the start of its first run, or higher where the server's clock was set back since the one before: its memo says.
+        """
         handle = self._client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{job}")
         run = await _described(handle)
         if run is None or run.status is not WorkflowExecutionStatus.RUNNING:
             return None
+        if number := (await run.memo()).get("submission"):
+            return int(number)
         first = run.raw_description.workflow_execution_info.first_run_id
         if first and first != run.run_id:
             run = await _described(self._client.get_workflow_handle(handle.id, run_id=first))

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,7 +72,8 @@ class PreparedNode:
     master_port: int
     peer_port: int
     stamp: float
-    nonce: str
+    nonce: str = field(default="", repr=False)
+    """What the node contributes to the secret; empty where this travels through history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +84,18 @@ class Gang:
     """Address and port of rank 0."""
     members: tuple[tuple[str, str, int], ...]
     """Node, address and peer port, by group rank."""
-    secret: str = field(repr=False)
+    stamp: float
+    """What the first node's preparation answered: its nonce is the secret of this gang only while it is prepared so."""
 
 
 def gang_of(prepared: Sequence[PreparedNode]) -> Gang:
-    # The secret is made of what every node contributed, so that a repeated launch has the same one.
-    secret = hashlib.sha256("".join(node.nonce for node in prepared).encode()).hexdigest()
     members = tuple((node.node, node.address, node.peer_port) for node in prepared)
-    return Gang((prepared[0].address, prepared[0].master_port), members, secret)
+    return Gang((prepared[0].address, prepared[0].master_port), members, prepared[0].stamp)
+
+
+def secret_of(token: Token, nonce: str) -> str:
+    """Return the secret of a generation, made of what the node of group rank 0 contributed: a repeated launch has the same one."""
+    return hashlib.sha256(f"{token}|{nonce}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,8 @@ class JobActivities:
                 prepared = await self._prepare(backend, input)
                 stopped_at = datetime.now(UTC)
                 if input.prepare_only:
-                    return LaunchRanksOutput(prepared=prepared, stopped_at=stopped_at)
+                    # What this returns stands in history, and a secret must not.
+                    return LaunchRanksOutput(prepared=tuple(replace(node, nonce="") for node in prepared), stopped_at=stopped_at)
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
         except NodesUnreachable as error:
@@ -165,19 +171,8 @@ class JobActivities:
             await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat(stamps)
 
     async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
-        timeouts = input.timeouts
         orders = {
-            slot.node: PrepareOrder(
-                token=input.token,
-                address=_address(backend, slot),
-                ranks=processes_of(input.first_group_rank + index, input.spec),
-                lease=timeouts.lease.total_seconds(),
-                fence_after=timeouts.fence_after.total_seconds(),
-                stop_grace=timeouts.stop_grace.total_seconds(),
-                valid_for=timeouts.valid_for.total_seconds(),
-                heartbeat=timeouts.heartbeat.total_seconds(),
-                fleet=identity(input.token.namespace, input.spec.fleet),
-            )
+            slot.node: _prepare_order(input, _address(backend, slot), input.first_group_rank + index)
             for index, slot in enumerate(input.slots)
         }
         answers = await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
@@ -190,6 +185,7 @@ class JobActivities:
     async def _start(self, backend: Backend, input: LaunchRanksInput, prepared: tuple[PreparedNode, ...]) -> None:
         spec = input.spec
         gang = input.gang or gang_of(prepared)
+        secret = await _shared_secret(backend, input, gang, prepared)
         stamps = {node.node: node.stamp for node in prepared}
         environment = common_environment(input.token, spec, len(gang.members), input.max_restarts, *gang.master)
         secrets = _secrets(spec)
@@ -207,7 +203,7 @@ class JobActivities:
                 rank_env=rank_environments(group_rank, slot, spec),
                 peers=peers,
                 prepared=stamps[slot.node],
-                secret=gang.secret,
+                secret=secret,
                 fences=input.fences,
                 log_pattern=spec.progress.log_pattern,
                 launched=launched,
@@ -285,6 +281,44 @@ async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awai
     if silent := [r for r in results if isinstance(r, BackendError)]:
         raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
     return [r for r in results if not isinstance(r, Refused | BackendError)]
+
+
+def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int) -> PrepareOrder:
+    timeouts = input.timeouts
+    return PrepareOrder(
+        token=input.token,
+        address=address,
+        ranks=processes_of(group_rank, input.spec),
+        lease=timeouts.lease.total_seconds(),
+        fence_after=timeouts.fence_after.total_seconds(),
+        stop_grace=timeouts.stop_grace.total_seconds(),
+        valid_for=timeouts.valid_for.total_seconds(),
+        heartbeat=timeouts.heartbeat.total_seconds(),
+        fleet=identity(input.token.namespace, input.spec.fleet),
+    )
+
+
+async def _shared_secret(backend: Backend, input: LaunchRanksInput, gang: Gang, prepared: Sequence[PreparedNode]) -> str:
+    """Return the secret of the generation.
+
+    Where there are several shards, no shard has the first node's nonce from history: each asks that node for it, by the order that
+    it was prepared with, which it answers again as it did before.
+
+    Raises:
+        NodesRefused: the first node was prepared again since, so that others may have another secret.
+        NodesUnreachable: it does not answer.
+    """
+    if input.gang is None:
+        return secret_of(input.token, prepared[0].nonce)
+    if not backend.fences:
+        return ""
+    node, address, _ = gang.members[0]
+    [answer] = await _on_all(input.token, [node], lambda name: backend.prepare(name, _prepare_order(input, address, 0)))
+    assert isinstance(answer, Prepared), "a refusal is raised"
+    if answer.stamp != gang.stamp:
+        because = "it had to be prepared again, when other nodes may have been started already"
+        raise NodesRefused((NodeRefusal(node, "prepared_again", because),))
+    return secret_of(input.token, answer.nonce)
 
 
 def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], BelowLauncher | None]:

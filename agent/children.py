@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any, Callable, Union
 
-from agent import orders, preflight, probe, processes, repairs, reports, watch
+from agent import disk, orders, preflight, probe, processes, repairs, reports, watch
 from agent.loop import parse
 from agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, check_version, line
 
@@ -55,6 +55,11 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
         answer = refused.answer
     except (NoAnswer, TimeoutError) as error:
         raise SystemExit(f"no answer: {error}") from error
+    except OSError as error:
+        # Who watches connects again, and takes a refusal for the word that nothing of it is here.
+        if not disk.is_full(error) or command == "watch":
+            raise
+        answer = disk.refuse(state, f"{command} was not carried out").answer
     if answer is None:
         return False
     told = answer.answer if isinstance(answer, Becoming) else answer

@@ -75,7 +75,8 @@ class Guard:
             if now() >= self.pinged_at + PING_INTERVAL:
                 self.pinged_at = now()
                 self.link.send({"alive": True})
-            if self.cgroup is not None and self.groups and not self.has_moved:
+            # Not before it is known which process is the supervisor, which stays outside.
+            if self.cgroup is not None and self.groups and self.supervisor and not self.has_moved:
                 self._move(self.cgroup)
             if self._is_overdue() and now() >= self.look_at:
                 # What was said just now counts: after a stop of this process it waits to be read.

@@ -33,7 +33,7 @@ _DOING = {
 def _open(state: Path) -> int:
     path = state / "node.lock"
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o1600)
     except OSError as error:
         try:
             return os.open(path, os.O_RDONLY)  # a disk that became read-only is a reason to repair, not an obstacle
@@ -265,7 +265,7 @@ def _lives_here(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
 @contextmanager
 def of_one_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
     """Let one launch at a time look who lives here and then be seen itself: of two fleets that come at once, one is the second."""
-    handle = os.open(state / "fleet.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    handle = os.open(state / "fleet.lock", os.O_RDWR | os.O_CREAT, 0o1600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # held for a few small reads and writes
         refuse_other_fleet(state, fleet, but)

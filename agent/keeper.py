@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from agent import cgroup, guard, kernel_log, processes, ranks, supervisor
+from agent import cgroup, disk, guard, journal, kernel_log, processes, ranks, supervisor
 from agent.faults import pass_by
+from agent.folders import FolderError
 from agent.journal import Journal
 from agent.lease import Lease
 from agent.link import ChildLink
 from agent.loop import Channel, Loop
 from agent.protocol import Json, Refused, Token, now
 from agent.state import Generation, boot_id, write_json
+from agent.upkeep import FolderUpkeep
 
 IDLE = 5.0
 """Seconds between looks at the clock when nothing is due."""
@@ -67,17 +70,20 @@ def become(generation: Generation, token: Token, order: Json, sockets: Sockets, 
     processes.reset_signals()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     processes.adopt_orphans()
-    Keeper(generation, token, order, sockets).run()
+    Keeper(generation, token, order, sockets, lock).run()
 
 
 class Keeper:
-    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets) -> None:
+    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
         self.generation = generation
         self.token = token
         self.order = order
         self.sockets = sockets
         self.loop = Loop()
-        self.journal = Journal(generation.journal)
+        self.journal = Journal(generation.journal, ranks=len(order["ranks"]))
+        self.journal_due_at = 0.0
+        """When to try again to write what the disk did not take."""
+        self.upkeep = FolderUpkeep(generation, token, order, lock)
         self.state = "prepared"
         self.start_order: Json | None = None
         self.started: Json | None = None
@@ -129,6 +135,7 @@ class Keeper:
             self.loop.turn(self._next_deadline())
             self._tick()
         self._farewell()
+        self.journal.close()  # the room that it did not need
 
     # --- what happens ---
 
@@ -137,6 +144,7 @@ class Keeper:
             os.read(waking, 4096)
         except BlockingIOError:
             pass
+        self.upkeep.due_at = 0.0  # a command that misses our files sends a signal, too
         self._reap()
 
     def _reap(self) -> None:
@@ -273,6 +281,10 @@ class Keeper:
             self._reap()
             self._sweep()
             self._publish()
+        if now() >= self.upkeep.due_at:
+            self._keep_folder()
+        if self.journal.pending and now() >= self.journal_due_at:
+            self._publish()
         if self.link.tick():
             self.watchers = 0
             self.wanted_at = max(self.wanted_at, now())
@@ -286,7 +298,9 @@ class Keeper:
             self.journal.append(("Fenced", {"why": why, "because": because}))
 
     def _next_deadline(self) -> float:
-        times = [now() + IDLE, self.link.next_deadline, self.guard.next_deadline]
+        times = [now() + IDLE, self.link.next_deadline, self.guard.next_deadline, self.upkeep.due_at]
+        if self.journal.pending:
+            times.append(self.journal_due_at)
         if self.state == "prepared":
             times.append(self.order["valid_until"])
         elif self.state == "running":
@@ -301,7 +315,9 @@ class Keeper:
         if self.state == "prepared":
             return self.leaving or now() > self.order["valid_until"]
         unwanted = not self.watchers and now() > self.wanted_at + self.order["lease"]
-        return self.state == "ended" and (self.leaving or unwanted)
+        # An exit that the disk has not taken is lost with this process.
+        leaving = self.leaving and not self.journal.pending
+        return self.state == "ended" and (leaving or unwanted)
 
     def _farewell(self) -> None:
         """Let the supervisor tell its watchers that nothing more will come."""
@@ -352,31 +368,36 @@ class Keeper:
             return Refused("expired", f"prepared more than {self.order['valid_for']:g} s ago").answer
         pass_by(self.generation.state, "start.received")
         boot = boot_id(self.generation.state)
-        launch = self.generation.path / "started.json"
         # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
         self.cgroup = cgroup.make(self.generation.path)
         kernel = kernel_log.written(self.kernel)
         launching = {"stamp": now(), "boot_id": boot, "kernel": kernel, "cgroup": self.cgroup, "pids": None}
-        write_json(launch, launching, durable=False)
+        try:
+            self._record_launch(launching)
+        except Refused as refused:
+            return refused.answer
         self.sockets.master.close()
         begins = min(ranks.EXEC_PATIENCE, self.order["fence_after"])
         self.launch_ends = now() + begins + self.order["lease"]
         self._inform_guard()
         try:
             ranks.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
+            pids = {str(rank): pid for rank, pid in self.alive.items()}
+            found = {rank: processes.look(pid) for rank, pid in pids.items()}
+            identities = {rank: (process.pid, process.started) for rank, process in found.items() if process is not None}
+            self.groups = list(identities.values())
+            self._record_launch({**launching, "stamp": now(), "pids": identities})
         except Refused as refused:
             self.started = refused.answer
-            write_json(launch, {**launching, "stamp": now(), "refused": refused.answer}, durable=False)
+            try:
+                self._record_launch({**launching, "stamp": now(), "refused": refused.answer})
+            except Refused as unwritten:  # that it was tried is written, and it is not tried again
+                disk.log(unwritten.answer["because"])
             self.state, self.leaving, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
             self._inform_guard()
             self._sweep()
             return self.started
-        pids = {str(rank): pid for rank, pid in self.alive.items()}
-        found = {rank: processes.look(pid) for rank, pid in pids.items()}
-        identities = {rank: (process.pid, process.started) for rank, process in found.items() if process is not None}
-        self.groups = list(identities.values())
-        write_json(launch, {**launching, "stamp": now(), "pids": identities}, durable=False)
         pass_by(self.generation.state, "start.forked")
         self.started = {"outcome": "done", "pids": pids, "already": False}
         self.start_order = order
@@ -401,6 +422,47 @@ class Keeper:
         may_run = self.launch_ends is not None
         return guard.news_of(self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup)
 
+    def _record_launch(self, record: Json) -> None:
+        """Write started.json; raise Refused where the disk has no room for it."""
+        try:
+            write_json(self.generation.path / "started.json", record, durable=False)
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            raise disk.refuse(self.generation.state, "no rank was started") from error
+        self.upkeep.launch = record
+
+    # --- the folder ---
+
+    def _keep_folder(self) -> None:
+        """Make again what was removed from the folder; stop if the job has moved on meanwhile."""
+        missing = self.upkeep.find_missing()
+        try:
+            if missing:
+                self._restore(missing)
+            superseded = self.upkeep.find_successor()
+        except (OSError, FolderError) as error:  # training goes on; the next look tries again
+            disk.log(f"the folder of this generation cannot be made again: {error}")
+            return
+        if superseded is not None:
+            self.leaving = True
+            self._fence("superseded", superseded)
+
+    def _restore(self, missing: list[Path]) -> None:
+        own = self.generation.path
+        self.upkeep.restore(missing, self.alive)
+        if self.generation.journal in missing:
+            self.journal.restore(self.generation.journal)
+        if own / "orders" in missing:
+            self.loop.forget(self.sockets.orders.fileno())
+            self.sockets.orders.close()
+            self.sockets = replace(self.sockets, orders=self.generation.listen("orders"))
+            self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
+        if own / "sock" in missing:
+            self.sockets.watch.close()
+            self.sockets = replace(self.sockets, watch=self.generation.listen("sock"))
+            self.link.kill()  # another supervisor is born with the new socket
+
     # --- the supervisor ---
 
     def _become_supervisor(self, link: int) -> None:
@@ -410,6 +472,7 @@ class Keeper:
     def _publish(self) -> None:
         """Let the watchers have what the journal holds, once the disk has it."""
         self.journal.sync()
+        self.journal_due_at = now() + journal.RETRY_INTERVAL
         self._tell_supervisor()
 
     def _tell_supervisor(self, begin: bool = False) -> None:

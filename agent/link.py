@@ -10,7 +10,7 @@ import signal
 import socket
 from typing import Callable
 
-from agent import processes
+from agent import disk, processes
 from agent.loop import Channel, Loop
 from agent.protocol import Json, now
 from agent.state import Generation
@@ -90,8 +90,12 @@ class ChildLink:
         os.close(end)
         self._channel = Channel(self.loop, ours.detach(), self._hear, lambda: None)
         found = processes.look(self.pid)
-        if found is not None:
+        if found is None:
+            return
+        try:
             self.generation.write_identity(self.name, self.pid, found.started)
+        except OSError as error:  # a full disk, or a folder that was removed: ranks live on
+            disk.log(f"{self.name}.json cannot be written: {error}")
 
     def _hear(self, told: Json) -> None:
         self.heard_at = now()

@@ -13,14 +13,14 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Union
+from typing import Sequence, Union
 
-from agent import hold, keeper, peers, ranks, retention
+from agent import disk, hold, keeper, peers, ranks, retention
 from agent.faults import pass_by
 from agent.loop import parse
 from agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
 from agent.state import KEPT_GENERATIONS, Generation, JobState, boot_id, try_lock, write_json
-from agent.stopping import stop_all
+from agent.stopping import await_records, find_living, stop_all
 
 LOCK_PATIENCE = 120.0
 """Seconds to wait for another command on the same job: longer than any stop with its grace and its proof."""
@@ -29,10 +29,14 @@ ASKED = 0.2
 """Seconds: a look at the node takes a keeper's lock for an instant to ask whether it lives, also while a generation is prepared again."""
 
 
-def _refuse_lower(job: JobState, token: Token) -> bool:
-    """Refuse what is below what this node has seen; return whether this very token was prepared here."""
+def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()) -> bool:
+    """Refuse what is below what this node has seen; return whether this very token was prepared here.
+
+    `living`: what lives here although nothing is written of it any more; it was prepared, too.
+    """
     highest = job.highest()
-    prepared, stopped = highest.prepared, highest.stopped
+    stopped = highest.stopped
+    prepared = max(filter(None, (highest.prepared, *(each.order for each in living))), default=None)
     if stopped is not None and token.order <= stopped:
         raise Refused("stopped", f"generation {token.generation} was stopped for ever", highest=list(stopped))
     if prepared is not None and token.order < prepared:
@@ -79,24 +83,38 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
     job = JobState.of(state, token)
     generation = job.generation(token.order)
     with job.locked(LOCK_PATIENCE):
-        again = _refuse_lower(job, token)
+        living = find_living(job)
+        for each in living:
+            await_records(each)
+        again = _refuse_lower(job, token, living)
         known = generation.given
         if again:
             if job.highest().boot_id not in (None, boot_id(state)):
                 raise _not_above(token, token.order, "it was prepared before this node rebooted, and may have been launched")
             if generation.keeper_lives() and known is not None:
                 return dict(known["answer"])
-            if generation.started is not None:
+            if generation.keeper_lives() and not generation.is_recorded():
+                raise NoAnswer(f"generation {token.generation} lives, and its keeper has not written its records again")
+            if generation.started is not None or any(each.order == token.order for each in living):
                 raise _not_above(token, token.order, "it was launched before, and a generation is launched once")
         with hold.shared(state, given["fleet"]):
             hold.refuse_other_fleet(state, given["fleet"], job.path)
+            disk.refuse_if_full(state, "nothing was prepared, and nothing was stopped")
+            disk.make_ballast(state)
+            job.make_spare()
             job.reserve(prepared=token.order)
             pass_by(state, "prepare.reserved")
-            others = [other for other in job.generations() if other.order <= token.order]
+            others = _up_to(token.order, job.generations(), living)
             because = f"generation {token.generation} of submission {token.submission} takes its place"
             stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], because)
             pass_by(state, "prepare.stopped")
             return _make_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
+
+
+def _up_to(order: tuple[int, int], recorded: list[Generation], living: list[Generation]) -> list[Generation]:
+    """Return the generations up to an order, oldest first, each once."""
+    found = {each.order: each for each in (*living, *recorded) if each.order <= order}
+    return [found[each] for each in sorted(found)]
 
 
 def _make_keeper(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]) -> Becoming:
@@ -135,6 +153,7 @@ def _born(job: JobState, generation: Generation, token: Token, given: Json, stop
     }
     known = {**given, "valid_until": stamp + given["valid_for"], "answer": answer}
     write_json(generation.path / "order.json", known, durable=False)
+    generation.make_spares(len(given["ranks"]))
     keeper.sign(generation)
     pass_by(job.state, "prepare.forked")
     return Becoming(answer, lambda: keeper.become(generation, token, known, sockets, lock))
@@ -201,6 +220,8 @@ def start(state: Path, order: Fields) -> Json:
     job = JobState.of(state, token)
     generation = job.generation(token.order)
     with job.locked(LOCK_PATIENCE):
+        for each in find_living(job):
+            await_records(each)
         known = generation.given
         given = _start_order(order, len(known["ranks"]) if known else None)
         if not _refuse_lower(job, token) or known is None:
@@ -240,10 +261,39 @@ def stop(state: Path, order: Fields) -> Json:
     token = order.token()
     grace, stuck_after = order.number("stop_grace"), order.number("stuck_after")
     job = JobState.of(state, token)
-    with job.locked(LOCK_PATIENCE):
-        job.reserve(stopped=token.order)
-        pass_by(state, "stop.reserved")
-        known = [generation for generation in job.generations() if generation.order <= token.order]
-        stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
-        pass_by(state, "stop.killed")
-        return {"outcome": "done", "stopped": [list(one) for one in stopped]}
+
+    def carry_out() -> Json:
+        with job.locked(LOCK_PATIENCE):
+            known = _find_known(job, token)
+            job.reserve(stopped=token.order)
+            pass_by(state, "stop.reserved")
+            stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
+            pass_by(state, "stop.killed")
+            return {"outcome": "done", "stopped": [list(one) for one in stopped]}
+
+    try:
+        return carry_out()
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+    try:
+        if disk.release_ballast(state):
+            return carry_out()
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+    # Neither the spare nor the ballast was enough to forbid it for ever, which is no reason to let it live.
+    stop_all(job, _find_known(job, token), token.order, grace, stuck_after, "an order to stop came")
+    raise disk.refuse(
+        state,
+        f"generation {token.generation} of job {token.job} is stopped and nothing of it is left, "
+        "but that it may not start again could not be written",
+    )
+
+
+def _find_known(job: JobState, token: Token) -> list[Generation]:
+    """Return what an order to stop may mean: what is written here, and what lives without being written."""
+    living = find_living(job)
+    for each in living:
+        await_records(each)
+    return _up_to(token.order, job.generations(), living)

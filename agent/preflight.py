@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from agent import processes, repairs, tools
+from agent.folders import find_mount
 from agent.orders import hold_port
 from agent.peers import resolve
 from agent.protocol import Fields, Json, Refused, bad
@@ -49,7 +50,7 @@ def preflight(state: Path, order: Fields) -> Json:
         "executable": sys.executable,
         "user": _user(),
         "uid": os.geteuid(),
-        "state": {"path": str(state), **_mount(state)},
+        "state": {"path": str(state), **find_mount(state)},
         "session": _session(),
         "nvidia_smi": _tried(["nvidia-smi", "-L"], until) if with_gpus else None,
         "dcgmi": _tried(["dcgmi", "discovery", "-l"], until) if with_gpus else None,
@@ -64,23 +65,6 @@ def _user() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return f"uid {os.geteuid()}"
-
-
-def _mount(folder: Path) -> Json:
-    """Of which file system a folder is, by the longest mount point above it; the last of equal ones lies on top."""
-    place = str(folder)
-    best = ""
-    found: Json = {"type": None, "mounted": None}
-    try:
-        with open("/proc/self/mountinfo") as file:
-            for text in file:
-                before, _, after = text.partition(" - ")
-                point = before.split()[4].replace("\\040", " ")
-                if len(point) >= len(best) and (place + "/").startswith(point.rstrip("/") + "/"):
-                    best, found = point, {"type": after.split()[0], "mounted": point}
-    except (OSError, IndexError) as error:
-        return {**found, "unreadable": f"/proc/self/mountinfo: {error}"}
-    return found
 
 
 def _session() -> Optional[str]:

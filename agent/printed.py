@@ -6,6 +6,7 @@ import select
 from pathlib import Path
 from typing import Dict
 
+from agent import retention
 from agent.children import write
 
 COPY_EVERY = 0.2
@@ -24,6 +25,7 @@ def copied(logs: Dict[int, Path], over: int) -> None:
             while True:
                 try:
                     with open(path, "rb") as file:
+                        offsets[rank] = retention.find_kept(file.fileno(), offsets[rank])
                         file.seek(offsets[rank])
                         data = file.read(AT_ONCE)
                 except FileNotFoundError:

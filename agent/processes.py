@@ -11,6 +11,8 @@ import signal
 import traceback
 from typing import Callable, Iterable, NamedTuple
 
+from agent.folders import list_places
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
@@ -176,13 +178,14 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
     Args:
         prefix: how the token in the environment begins.
         wanted: given what follows the prefix, whether the token is meant.
-        state: the state folder that the environment must name as well: nodes may share a machine.
+        state: the state folder that the environment must name as well, or another one of the same
+            node: nodes may share a machine.
         groups: pid and start time of known ranks; the members of their groups and sessions are meant
             too, for a process may have overwritten its environment.
         without: pids that are not meant.
     """
     token = f"RELAUNCH_TOKEN={prefix}".encode()
-    place = f"RELAUNCH_NODE_STATE={state}".encode()
+    places = {f"RELAUNCH_NODE_STATE={place}".encode() for place in list_places(state)}
     left_out = {os.getpid(), *without}
     reused = {pid for pid, started in groups.items() if (leader := look(pid)) is not None and leader.started != started}
     found: list[Process] = []
@@ -197,7 +200,7 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
         named = False
         if token in environment:
             variables = environment.split(b"\0")
-            named = place in variables and any(
+            named = not places.isdisjoint(variables) and any(
                 wanted(variable[len(token) :].decode(errors="replace")) for variable in variables if variable.startswith(token)
             )
         if not named and not groups:

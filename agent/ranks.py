@@ -13,7 +13,7 @@ import signal
 import time
 from typing import Dict, NoReturn
 
-from agent import launched, processes
+from agent import disk, launched, processes
 from agent.faults import pass_by
 from agent.protocol import Json, Refused, Token
 from agent.state import Generation
@@ -94,6 +94,8 @@ def launch(generation: Generation, token: Token, ranks: list[int], order: Json, 
                 pass_by(generation.state, "start.forking")
         _await_exec(order, dict(reports))
     except OSError as error:
+        if disk.is_full(error):
+            raise disk.refuse(generation.state, "ranks cannot be started") from error
         raise Refused("cannot_start", f"ranks cannot be started: {error.strerror}") from error
     finally:
         for reading in reports:

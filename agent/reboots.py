@@ -92,7 +92,7 @@ def withdraw(state: Path, id: str, because: str) -> None:
 
 
 def _append(state: Path, entry: Json) -> None:
-    handle = os.open(state / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    handle = os.open(state / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o1600)
     try:
         size = os.fstat(handle).st_size
         torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agent import gpus, hold, journal, processes, reboots, users
+from agent import gpus, hold, journal, processes, reboots, retention, users
 from agent.protocol import VERSION, Fields, Json, Refused, bad
 from agent.state import Generation, JobState, boot_id, read_json
 
@@ -108,6 +108,10 @@ def _chunk(path: Path, rank: int, offset: int, most: int, whole: bool) -> Json |
     """Read on from an offset. A letter whose bytes are not all there yet is left for the next time, unless `whole`."""
     try:
         with open(path, "rb") as file:
+            begin = retention.find_kept(file.fileno(), offset)
+            if begin > offset:
+                left_out = f"[relaunch: {begin - offset} bytes left out, this log outgrew its share of the disk]\n"
+                return {"rank": rank, "offset": offset, "next": begin, "data": left_out}
             file.seek(offset)
             data = file.read(most)
     except FileNotFoundError:

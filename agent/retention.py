@@ -1,6 +1,8 @@
 """What this node forgets: generations that have ended, when their logs take more of the disk than they may.
 
-Never one that lives, never the newest of a job, and never which tokens were seen: that is in highest.json, above all generations.
+Of one that lives it gives up the beginning of a log that has outgrown its share, and nothing else.
+It never removes one that lives, the newest of a job, or which tokens were seen: that is in
+highest.json, above all generations.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
+from agent import disk
 from agent.state import Generation, JobState, try_lock
 
 MOST = 10 * 1024**3
@@ -22,6 +25,9 @@ VARIABLE = "RELAUNCH_LOG_BUDGET"
 LOOKED = "tidied"
 PAUSE = 60.0
 """Seconds between two looks: a launch waits for each, a tenth of a millisecond for each generation."""
+MIN_KEPT_BYTES = 64 * 1024
+"""Of the end of a log that lives: what a launcher that fails has printed last is as long."""
+PAGE_BYTES = 4096
 PATIENCE = 1.0
 """Seconds for removing; what is left then is for the next launch."""
 
@@ -115,3 +121,43 @@ def _size(logs: Path) -> int:
             return sum(file.stat(follow_symlinks=False).st_blocks * 512 for file in files)
     except FileNotFoundError:
         return 0
+
+
+# --- logs that are still written ---
+
+
+def cut_live_logs(generation: Generation) -> None:
+    """Give up the older half of each log that has outgrown its share of the budget.
+
+    Its blocks go, its length stays: offsets mean what they meant, and the rank writes on. File
+    systems that cannot do this (NFS, ext3) keep all of it.
+    """
+    try:
+        with os.scandir(generation.path / "logs") as files:
+            logs = [(file.path, file.stat(follow_symlinks=False)) for file in files if file.is_file(follow_symlinks=False)]
+        share = budget(generation.state) // max(1, len(logs))
+    except OSError:  # a folder that was removed; the keeper makes it again
+        return
+    kept = max(MIN_KEPT_BYTES, share // 2)
+    for path, found in logs:
+        if found.st_blocks * 512 > 2 * kept:
+            _cut(path, (found.st_size - kept) // PAGE_BYTES * PAGE_BYTES)
+
+
+def _cut(path: str, end: int) -> None:
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        disk.punch_hole(handle, 0, end)
+    finally:
+        os.close(handle)
+
+
+def find_kept(handle: int, offset: int) -> int:
+    """Return where a log goes on at or after an offset: further on where its beginning was given up."""
+    try:
+        return max(offset, os.lseek(handle, 0, os.SEEK_DATA))
+    except OSError:  # it is empty, or the file system cannot say
+        return offset

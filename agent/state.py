@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 
+from agent import disk, folders, keepers, processes
 from agent.protocol import Json, Order, Refused, Token
 
 KEPT_GENERATIONS = 10
@@ -36,34 +37,15 @@ def _machine_id() -> str:
     return socket.gethostname()
 
 
-def _own(folder: Path) -> None:
-    """Make a folder that only we can enter, or refuse one that is another's."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        _refuse(f"the state folder {folder} cannot be made: {error.strerror}")
-    if found.st_uid != os.geteuid():
-        _refuse(f"the state folder {folder} belongs to uid {found.st_uid}; expected uid {os.geteuid()}")
-    if found.st_mode & 0o077:
-        folder.chmod(0o700)
-
-
 def open_state() -> Path:
     """Return this node's state folder, made if need be."""
     given = os.environ.get("RELAUNCH_AGENT_STATE")
-    if given:
-        folder = Path(given)
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _refuse(f"the state folder {folder} cannot be made: {error.strerror}")
-    else:
-        parent = Path(f"/var/tmp/relaunch-{os.geteuid()}")
-        _own(parent)
-        folder = parent / _machine_id()
-    _own(folder)
-    return folder.resolve()
+    try:
+        if given:
+            return folders.open_given_folder(given).resolve()
+        return folders.choose_folder(_machine_id(), keepers.find_used_place).resolve()
+    except folders.FolderError as error:
+        _refuse(str(error))
 
 
 def boot_id(state: Path) -> str:
@@ -84,18 +66,34 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any, durable: bool = True) -> None:
-    """Replace a file whole. `durable`: it also survives the loss of power, which costs an fsync."""
+    """Replace a file whole. `durable`: it also survives the loss of power, which costs an fsync.
+
+    On a full disk its spare is used, where there is one.
+    """
+    data = json.dumps(value).encode()
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        os.write(handle, json.dumps(value).encode())
+        _write_whole(partial, data, durable)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if not disk.is_full(error) or not disk.write_into_spare(path, data, durable):
+            raise
+    else:
+        os.replace(partial, path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def _write_whole(path: Path, data: bytes, durable: bool) -> None:
+    # The sticky bit: systemd-tmpfiles leaves such a file alone, however old it is.
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o1600)
+    try:
+        while data:  # a disk that is nearly full takes a part, and refuses the rest
+            data = data[os.write(handle, data) :]
         if durable:
             os.fsync(handle)
     finally:
         os.close(handle)
-    os.replace(partial, path)
-    if durable:
-        sync_folder(path.parent)
 
 
 def read_json(path: Path) -> Json | None:
@@ -109,7 +107,10 @@ def read_json(path: Path) -> Json | None:
 
 def try_lock(path: Path) -> int | None:
     """Take a lock file at once, or return None. The kernel lets go when the last process that holds it dies."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return _lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o1600))
+
+
+def _lock(handle: int) -> int | None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,15 +197,33 @@ class Generation:
         write_json(self.path / f"{of}.json", record, durable=False)
 
     def keeper_lives(self) -> bool:
-        """Ask the lock that the keeper is born with: it holds even before keeper.json is written."""
+        """Ask the lock that the keeper is born with: it holds even before keeper.json is written.
+
+        Where its file was removed, the keeper that holds it open is looked for.
+        """
         try:
-            lock = try_lock(self.path / "keeper.lock")
+            handle = os.open(self.path / "keeper.lock", os.O_RDWR)
         except FileNotFoundError:
-            return False
+            return self.find_keeper() is not None
+        lock = _lock(handle)
         if lock is None:
             return True
         os.close(lock)
         return False
+
+    def find_keeper(self) -> processes.Process | None:
+        """Return the living keeper of this generation, whatever has become of its files."""
+        return keepers.find_keepers(self.state, self.path.parent.name).get(self.order)
+
+    def make_spares(self, ranks: int) -> None:
+        """Have room for what is written once ranks may live, also on a disk that is full by then."""
+        size = disk.SPARE_BYTES + 64 * ranks
+        disk.make_spare(self.path / "started.json", size)
+        disk.make_spare(self.path / "supervisor.json")
+
+    def is_recorded(self) -> bool:
+        """Whether the files are there that every preparation makes."""
+        return all((self.path / name).exists() for name in ("order.json", "keeper.lock"))
 
     @contextmanager
     def address(self, name: str) -> Iterator[str]:
@@ -223,6 +242,7 @@ class Generation:
             except FileNotFoundError:
                 pass
             listener.bind(address)
+        os.chmod(self.path / name, 0o1600)  # systemd-tmpfiles leaves it alone
         listener.listen(64)
         listener.setblocking(False)
         return listener
@@ -287,18 +307,35 @@ class JobState:
             "stopped": max(filter(None, (highest.stopped, stopped)), default=None),
         }
         boot = boot_id(self.state) if prepared is not None else highest.boot_id
-        write_json(self.path / "highest.json", {**known, "boot_id": boot, "namespace": self.namespace, "job": self.job})
+        whole = {**known, "boot_id": boot, "namespace": self.namespace, "job": self.job}
+        path = self.path / "highest.json"
+        # To write again what is there already would need room that a full disk does not have.
+        if read_json(path) != json.loads(json.dumps(whole)):
+            write_json(path, whole)
+
+    def is_recorded(self) -> bool:
+        """Whether the files say all that is to be known: none was removed since the last preparation."""
+        if not (self.path / "highest.json").exists():
+            return False
+        prepared = self.highest().prepared
+        return prepared is None or self.generation(prepared).is_recorded()
+
+    def make_spare(self) -> None:
+        """Have room for the next order to stop, also on a disk that is full by then."""
+        disk.make_spare(self.path / "highest.json")
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
         """Hold the job's lock; raise TimeoutError when another command holds it for longer than `patience`."""
-        (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
         deadline = time.monotonic() + patience
         while True:
+            (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
             lock = try_lock(self.path / "lock")
-            if lock is not None:
+            if lock is not None and self._is_in_place(lock):
                 break
+            if lock is not None:
+                os.close(lock)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another command holds {self.path / 'lock'}")
             time.sleep(0.005)
@@ -306,3 +343,10 @@ class JobState:
             yield
         finally:
             os.close(lock)
+
+    def _is_in_place(self, lock: int) -> bool:
+        """Return whether a lock is still the one that others find: its file may have been removed meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(lock), os.stat(self.path / "lock"))
+        except FileNotFoundError:
+            return False

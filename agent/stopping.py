@@ -11,11 +11,15 @@ import socket
 import time
 from typing import BinaryIO
 
-from agent import cgroup, processes, users
+from agent import cgroup, keepers, processes, tools, users
 from agent.loop import parse
 from agent.protocol import Json, Order, Refused, line
 from agent.state import Generation, JobState
 
+SCAN_TIMEOUT = 2.0
+"""Seconds to read the environment of every process: a busy machine with thousands takes a tenth."""
+RESTORE_TIMEOUT = 3.0
+"""Seconds for a keeper to make its files again: it is woken, and looks at once."""
 ACKNOWLEDGED = 1.0
 """Seconds for a keeper to take an order: it never waits for anything longer than an fsync, or it is frozen."""
 GOING = 2.0
@@ -26,24 +30,94 @@ def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float
     """Stop these generations, and every process of the job's tokens up to `below`; return those that were alive."""
     alive: set[Order] = set()
     unproven = []
+    groups: dict[int, int] = {}
     for generation in _not_proven_gone(orders):
+        recorded = await_records(generation)
         if generation.keeper_lives():
             confirmed = _ask_keeper(generation, grace, stuck_after, because)
             if confirmed is None or not confirmed["already"]:
                 alive.add(generation.order)
             if confirmed is not None:
                 continue  # nothing that a rank forked can be outside of what its subreaper sees; the keeper ends by itself
+            if not recorded:
+                groups.update(_list_groups_below(generation))
             try:
                 _end_keeper(generation)
             except Refused:  # it hangs in a write, say; what it keeps does not have to live as long
-                _kill_what_is_left(job, [generation], below, stuck_after)
+                _kill_what_is_left(job, [generation], groups, below, stuck_after)
                 raise
         _end_supervisor(generation)
-        if generation.started is not None:
+        if generation.started is not None or not recorded:
             unproven.append(generation)
     if unproven:
-        alive.update(_kill_what_is_left(job, unproven, below, stuck_after))
+        alive.update(_kill_what_is_left(job, unproven, groups, below, stuck_after))
     return sorted(alive)
+
+
+def find_living(job: JobState) -> list[Generation]:
+    """Return what lives here of a job whose records were removed; nothing where they are whole.
+
+    Keepers are found by the lock that they hold open, ranks by the token in their environment.
+    """
+    if job.is_recorded():
+        return []
+    orders = set(keepers.find_keepers(job.state, job.path.name))
+    if orders or job.generations():
+        orders |= _find_ranks(job)
+    else:
+        # Most likely the first launch of a job. To read the environment of a process waits for that
+        # process's memory: one that hangs in the kernel must not keep this node from every launch.
+        answer = tools.bounded(lambda: {"orders": sorted(_find_ranks(job))}, SCAN_TIMEOUT)
+        orders = {(submission, number) for submission, number in (answer or {"orders": []})["orders"]}
+    return [job.generation(order) for order in sorted(orders)]
+
+
+def _find_ranks(job: JobState) -> set[Order]:
+    orders: set[Order] = set()
+
+    def note(rest: str) -> bool:
+        order = _order_of(rest)
+        if order is not None:
+            orders.add(order)
+        return order is not None
+
+    processes.of_token(_token_prefix(job), note, str(job.state), {})
+    return orders
+
+
+def await_records(generation: Generation) -> bool:
+    """Have a living keeper make its files again where they were removed; return whether they are there."""
+    if _is_whole(generation):
+        return True
+    deadline = time.monotonic() + RESTORE_TIMEOUT
+    while time.monotonic() < deadline:
+        keeper = generation.find_keeper()
+        if keeper is None:
+            break
+        processes.kill(keeper, signal.SIGCONT)
+        processes.kill(keeper, signal.SIGCHLD)
+        time.sleep(0.02)
+        if _is_whole(generation):
+            break
+    return generation.is_recorded()
+
+
+def _is_whole(generation: Generation) -> bool:
+    found = [(generation.path / name).exists() for name in ("orders", "../highest.json")]
+    return all(found) and generation.is_recorded()
+
+
+def _list_groups_below(generation: Generation) -> dict[int, int]:
+    """Return pid and start time of all that a keeper without records has caused to be."""
+    keeper = generation.find_keeper()
+    below = processes.descendants(keeper.pid) if keeper is not None else []
+    return {process.pid: process.started for process in below}
+
+
+def _identify_keeper(generation: Generation) -> tuple[int, int] | None:
+    identity = generation.identity("keeper")
+    keeper = generation.find_keeper() if identity is None else None
+    return (keeper.pid, keeper.started) if keeper is not None else identity
 
 
 def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
@@ -79,7 +153,7 @@ def _ask_keeper(generation: Generation, grace: float, stuck_after: float, becaus
         if not generation.keeper_lives():
             return None
         if attempt == 0:  # somebody may have frozen it: woken, it still stops its ranks with grace
-            _signal(generation.identity("keeper"), signal.SIGCONT)
+            _signal(_identify_keeper(generation), signal.SIGCONT)
     return None
 
 
@@ -123,7 +197,7 @@ def _end_keeper(generation: Generation) -> None:
     """Kill a keeper that did not go when asked. Its ranks die with it."""
     deadline = time.monotonic() + GOING
     while generation.keeper_lives():
-        identity = generation.identity("keeper")
+        identity = _identify_keeper(generation)
         _signal(identity, signal.SIGKILL)
         if time.monotonic() > deadline:
             number = generation.order[1]
@@ -138,15 +212,21 @@ def _end_supervisor(generation: Generation) -> None:
         time.sleep(0.002)
 
 
+def _token_prefix(job: JobState) -> str:
+    return f"{job.namespace}/{job.job}/"
+
+
 def _order_of(rest: str) -> Order | None:
     submission, _, generation = rest.partition("/")
     return (int(submission), int(generation)) if submission.isdigit() and generation.isdigit() else None
 
 
-def _kill_what_is_left(job: JobState, unproven: list[Generation], below: Order, stuck_after: float) -> set[Order]:
+def _kill_what_is_left(
+    job: JobState, unproven: list[Generation], unrecorded: dict[int, int], below: Order, stuck_after: float
+) -> set[Order]:
     """Kill until a whole look at /proc, and at the control groups of these generations, finds nobody."""
     seen: set[Order] = set()
-    groups = {pid: started for generation in unproven for pid, started in generation.groups.items()}
+    groups = {**unrecorded, **{pid: started for generation in unproven for pid, started in generation.groups.items()}}
     cgroups = [(generation.order, folder) for generation in unproven if (folder := generation.cgroup) is not None]
 
     def wanted(rest: str) -> bool:
@@ -159,7 +239,7 @@ def _kill_what_is_left(job: JobState, unproven: list[Generation], below: Order, 
     deadline = time.monotonic() + stuck_after
     pause = 0.005
     while True:
-        left = processes.of_token(f"{job.namespace}/{job.job}/", wanted, str(job.state), groups)
+        left = processes.of_token(_token_prefix(job), wanted, str(job.state), groups)
         for order, folder in cgroups:
             members = cgroup.members(folder)
             if members:

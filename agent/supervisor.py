@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Dict, Iterable, Tuple
 
-from agent import cgroup, evidence, journal, kernel_log, processes, users
+from agent import cgroup, evidence, journal, kernel_log, processes, retention, users
 from agent.faults import pass_by
 from agent.lease import Lease, PeerClocks, Vouchers, measure_standstill
 from agent.loop import Channel, Loop
@@ -121,6 +121,8 @@ class Supervisor:
         self.observations: list[Json] = []
         self.kernel = kernel
         self.kernel_reading: Json | None = None
+        self.untaken: list[Json] = []
+        """What we said of the keeper's end ourselves and a full disk did not take."""
         self.synced = 0
         """Up to which number the disk has them, as far as the keeper has said."""
         self.watchers: list[Watcher] = []
@@ -184,6 +186,8 @@ class Supervisor:
         if self.state == "gone":
             return
         started = self.generation.started
+        if started is None and self.progress:  # it was removed: we were told of the launch
+            self._kill_what_is_left()
         if started is None or started.get("refused"):
             self.leave_at = now()
             return
@@ -197,7 +201,8 @@ class Supervisor:
             record = journal.Journal(self.generation.journal)
             record.append(("KeeperDied", {"because": because}))
             record.close()
-            self.observations = journal.read(self.generation.journal)
+            self.untaken = record.pending
+            self.observations = [*journal.read(self.generation.journal), *self.untaken]
         self.synced = len(self.observations)
         self.state, self.alive, self.leased_until = "gone", [], None
         self._send_news()
@@ -305,7 +310,8 @@ class Supervisor:
 
     def _send_news(self) -> None:
         """Send what the journal has for good and each watcher has not."""
-        self.observations = journal.read(self.generation.journal)[: self.synced]
+        written = journal.read(self.generation.journal)
+        self.observations = [*written, *self.untaken][: self.synced]
         if self.kernel_reading is None and kernel_log.asked_for(self.observations):  # now, whether or not anybody watches
             self.kernel_reading = kernel_log.reading_of(self.generation, self.kernel)
         for watcher in list(self.watchers):
@@ -334,7 +340,9 @@ class Supervisor:
         watcher.channel.send({"heartbeat": heartbeat})
 
     def _find_alive(self) -> list[int]:
-        """Ranks that live. A keeper that is stopped reaps none, so the kernel is asked."""
+        """Ranks that live, by the keeper's word, which comes after that of their exits; where it is silent, by the kernel's too."""
+        if self._keeper_silence is None:
+            return self.alive
         found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
         return [rank for rank in self.alive if rank in found and (process := found[rank]) is not None and process.lives]
 
@@ -425,6 +433,7 @@ class Supervisor:
             self.pinged_at = now()
             if not self.link.closed:
                 self._ping()
+            retention.cut_live_logs(self.generation)
         if self._kill_due_at is not None and now() >= self._kill_due_at:
             self._kill_for_keeper()
         self.peers.expire()

@@ -12,6 +12,7 @@ from agent import evidence, journal, kernel_log
 from agent.loop import parse, take_line
 from agent.protocol import Fields, Json, Refused, line, now
 from agent.state import Generation, JobState, boot_id, read_json
+from agent.stopping import await_records
 
 LOCK_PATIENCE = 120.0
 """As for the orders: a stop that holds the lock takes its grace and its proof."""
@@ -35,6 +36,7 @@ class Watch:
         self.writing = writing
         self.greeted = False
         self._in = bytearray()
+        await_records(self.generation)
         known = self.generation.given
         if known is None or not self._is_ours(known):
             raise Refused("no_such_generation", f"generation {self.token.generation} was never prepared on this node")
@@ -51,6 +53,7 @@ class Watch:
                     with supervisor:
                         if self._relay(supervisor):
                             return
+                await_records(self.generation)
                 if not self.generation.keeper_lives() and not self._supervisor_serves():
                     self._tell_from_disk()
                     return
@@ -150,8 +153,9 @@ class Watch:
             if vanished is not None:
                 record = journal.Journal(self.generation.journal)
                 record.append(("RanksVanished", vanished))
+                # On a full disk it is told all the same: the next look comes to the same, by the same number.
                 record.close()
-                observations = journal.read(self.generation.journal)
+                observations = [*journal.read(self.generation.journal), *record.pending]
         if not self.greeted:
             boot = boot_id(self.generation.state)
             hello = {"token": self.token.json, "boot_id": boot, "state": "gone", "ranks": self.ranks, "stamp": now()}

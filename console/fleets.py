@@ -161,6 +161,14 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
     raise Mistake(f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}")
 
 
+async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
+    """Return the nodes that a fleet gives to no job, by name. None where it does not run: then it keeps none."""
+    if not await _runs(client, fleet):
+        return {}
+    state = await _query(client, fleet)
+    return {record.name: record for record in state.nodes if record.standing is not Standing.IN_SERVICE}
+
+
 async def quarantine(client: Client, task_queue: str, fleet: str, node: str, because: str, drain: bool, within: str | None) -> Answer:
     """Keep a node from jobs until somebody releases it. With `drain`, whoever has it has to leave it, `within` a duration."""
     who = whoami()

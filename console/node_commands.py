@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from console.terminal import Json, print_json, say, with_client
+from console.terminal import Json, Why, check_reason, print_json, say, with_client
 from settings import Mistake, Settings, read_settings
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes: who has them, how they are; repair them, vouch for them.")
 
 Node = Annotated[str, typer.Argument(metavar="NODE")]
-Why = Annotated[str, typer.Option("--because", help="Why, a clause for whoever reads the history.")]
 Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
 File = typer.Option("--file", metavar="FLEET.yaml", help="A fleet file; its nodes are reached from here.")
 Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
@@ -162,11 +161,16 @@ def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
 
 
 @nodes_app.command("declare-dead")
-def declare_dead(node: Node, because: Annotated[str, typer.Option(help="How you know.")]) -> None:
-    """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere."""
+def declare_dead(
+    node: Node,
+    because: Annotated[str, typer.Option(callback=check_reason, help="How you know.")],
+    force: Annotated[bool, typer.Option("--force", help="Also where the node answers.")] = False,
+) -> None:
+    """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere. Refused where the node answers, unless
+    --force: ranks that live there would go on beside the new ones."""
     from console import jobs
 
-    told = with_client(lambda client, _: jobs.declare_dead(client, node, because))
+    told = with_client(lambda client, s: jobs.declare_dead(client, s.task_queue, node, because, force))
     print(f"node {node} is dead: told {', '.join(told)}")
 
 
@@ -190,10 +194,15 @@ def nodes_check(
         raise Mistake(
             "nodes check: expected a NODE of a running fleet, or --file FLEET.yaml to look at the nodes of a fleet file from here"
         )
+    from console import fleets
     from console import nodes as examining
 
-    found = with_client(lambda client, s: examining.check(client, s.task_queue, fleet, tuple(nodes), level))
-    rows = [examining.row(one) for one in found]
+    async def work(client: Client, settings: Settings) -> list[dict[str, Any]]:
+        found = await examining.check(client, settings.task_queue, fleet, tuple(nodes), level)
+        kept = await fleets.kept_from_jobs(client, fleet)
+        return [examining.row(one, kept.get(one.node)) for one in found]
+
+    rows = with_client(work)
     if as_json:
         print_json(rows)
     else:

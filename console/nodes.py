@@ -14,6 +14,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from console.files import check_name
 from console.submission import TASK_TIMEOUT, whoami
 from console.views import age
+from recovery.fleet.model import NodeRecord, Standing
 from recovery.policy import Strategy
 from settings import Mistake
 from workflows.messages import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
@@ -55,18 +56,21 @@ async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str
     return result
 
 
-def row(item: NodeHealth) -> dict[str, Any]:
-    """`nodes check --json`; the keys are a promise."""
+def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
+    """`nodes check --json`; the keys are a promise. `kept`: what the fleet knows of a node that it gives to no job."""
     health = item.health
+    free = "free" if kept is None else str(kept.standing)
     jobs = [one.split(" ")[1] for one in health.busy if one.startswith("job ")]
     return {
         "name": item.node,
-        "state": "silent" if not health.boot_id else "busy" if health.busy else "free",
+        "state": "silent" if not health.boot_id else "busy" if health.busy else free,
         "job": jobs[0] if jobs else None,
         "gpus": item.gpus,
         "health": str(health.verdict),
         "because": health.because,
-        "by": None,
+        "by": (kept.by or None) if kept is not None else None,
+        "standing": str(Standing.IN_SERVICE if kept is None else kept.standing),
+        "reason": kept.because if kept is not None else "",
         "history": [{"at": one.at.isoformat(), "what": "reboot", "because": one.because} for one in health.reboots],
         "findings": [{"code": one.code, "role": str(one.role), "gpu": one.gpu, "because": one.because} for one in health.findings],
         "boot_id": health.boot_id,
@@ -83,7 +87,9 @@ def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
     for one in rows:
         reboots = [datetime.fromisoformat(each["at"]) for each in one["history"]]
         history = f"{len(reboots)} reboot{'s' if len(reboots) > 1 else ''}, the last {age(now - max(reboots))} ago" if reboots else ""
-        table.add_row(one["name"], one["state"], one["job"] or "", str(one["gpus"]), one["health"], history, one["because"])
+        by = f" by {one['by']}" if one["by"] else ""
+        kept = f"; {one['standing']}{by}: {one['reason']}" if one["reason"] else ""
+        table.add_row(one["name"], one["state"], one["job"] or "", str(one["gpus"]), one["health"], history, one["because"] + kept)
     Console(markup=False, highlight=False).print(table)
 
 

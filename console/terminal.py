@@ -10,13 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from settings import Settings, read_settings
+from settings import Mistake, Settings, read_settings
 
 if TYPE_CHECKING:
     from temporalio.client import Client
 
 Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
 Because = Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")]
+
+
+def check_reason(text: str) -> str:
+    """Refuse a reason that says nothing.
+
+    Raises:
+        Mistake: it is blank.
+    """
+    if not text.strip():
+        raise Mistake("--because is empty: expected a clause that says why, for those who read the history")
+    return text
+
+
+Why = Annotated[str, typer.Option("--because", callback=check_reason, help="Why, a clause for whoever reads the history.")]
 Job = Annotated[str, typer.Argument(metavar="JOB")]
 Value = TypeVar("Value")
 

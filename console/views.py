@@ -139,6 +139,20 @@ def history_entry(incident: Incident) -> dict[str, Any]:
         "outcome": incident.outcome,
         "dropped_decisions": incident.dropped_decisions,
         "traceback": incident.traceback,
+        "faults": [
+            {
+                "at": _iso(fault.at),
+                "generation": fault.generation,
+                "cause": str(fault.cause),
+                "nodes": list(fault.nodes),
+                "gpus": list(fault.gpus),
+                "code": fault.code,
+                "reason": fault.reason,
+                "withdrawn": fault.withdrawn or None,
+            }
+            for fault in incident.faults
+        ],
+        "dropped_faults": incident.dropped_faults,
     }
 
 
@@ -169,6 +183,11 @@ def history_lines(entry: Mapping[str, Any]) -> list[str]:
     """One incident for people."""
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
     lines = [f"{entry['opened']}  generation {entry['generation']}  {entry['cause']}{where}: {entry['because']}"]
+    for fault in entry["faults"][1:]:
+        on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
+        lines.append(f"    {fault['at']}  further fault in generation {fault['generation']}: {fault['cause']}{on}: {fault['reason']}")
+    if entry["dropped_faults"]:
+        lines.append(f"    {entry['dropped_faults']} more faults in between are not kept")
     for decision in entry["decisions"]:
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""
         spent = " (one restart spent)" if decision["spent"] else ""

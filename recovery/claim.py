@@ -8,7 +8,8 @@ from datetime import datetime
 from recovery.causes import HARDWARE_CAUSES
 from recovery.fencing import plan_generation, will_fence
 from recovery.fleet.messages import Claim, Place, Suspect
-from recovery.model import Incident, JobState, LaunchedGeneration, Phase
+from recovery.incidents import is_acted_on
+from recovery.model import FaultRecord, Incident, JobState, LaunchedGeneration, Phase
 
 SUSPECTS_TOLD = 8
 """The newest: a job of many faults says each of them again with every claim."""
@@ -109,27 +110,39 @@ def is_known_by(told: tuple[LaunchedGeneration, ...], launch: LaunchedGeneration
 
 
 def suspects(job: JobState) -> tuple[Suspect, ...]:
-    """The nodes that this job's newest incidents name, each with the evidence."""
+    """Return the nodes that the faults of this job's newest incidents name, each with the evidence.
+
+    A node that was lost is named once ranks were stopped for that: where it came back before, or the job
+    ended otherwise, the link to it may as well have been the controller's own.
+    """
     isolated = {avoided.node for avoided in job.avoided if avoided.isolated}
     incidents = (*job.incidents, job.incident) if job.incident else job.incidents
     found = [
         Suspect(
             node=node,
-            at=incident.opened,
-            generation=incident.generation,
-            cause=incident.cause,
-            because=incident.because,
-            code=incident.code,
-            gpus=incident.gpus if index == 0 else (),
-            isolate=node in isolated or _is_left_broken(job, incident),
+            at=fault.at,
+            generation=fault.generation,
+            cause=fault.cause,
+            because=fault.reason,
+            code=fault.code,
+            gpus=fault.gpus if index == 0 else (),
+            isolate=node in isolated or _is_left_broken(job, incident, fault),
         )
         for incident in incidents
-        for index, node in enumerate(incident.nodes[:SUSPECTS_OF_ONE])
+        for fault in incident.faults
+        if not fault.withdrawn and (is_acted_on(incident, fault) or _ended_job(job, incident))
+        for index, node in enumerate(fault.nodes[:SUSPECTS_OF_ONE])
     ]
-    return tuple(found[-SUSPECTS_TOLD:])
+    newest = found[-SUSPECTS_TOLD:]
+    # Those that have to be examined are told however many came after them.
+    older = [one for one in found[:-SUSPECTS_TOLD] if one.isolate and one.node not in {each.node for each in newest}]
+    return (*{one.node: one for one in older}.values(), *newest)
 
 
-def _is_left_broken(job: JobState, incident: Incident) -> bool:
-    """Whether the job ended by it, with nothing repaired: the next job would meet the same."""
-    ended_by_it = job.ending is not None and job.ending.phase is Phase.FAILED and incident.closed is None
-    return ended_by_it and incident.cause in HARDWARE_CAUSES
+def _ended_job(job: JobState, incident: Incident) -> bool:
+    return job.ending is not None and job.ending.phase is Phase.FAILED and incident.closed is None
+
+
+def _is_left_broken(job: JobState, incident: Incident, fault: FaultRecord) -> bool:
+    """Return whether the job ended by it, with nothing repaired: the next job would meet the same."""
+    return _ended_job(job, incident) and fault.cause in HARDWARE_CAUSES

@@ -43,6 +43,7 @@ from recovery.events import (
     RepairEnded,
     RetryRequested,
     StepReached,
+    SubmissionRaised,
     Submitted,
 )
 from recovery.fencing import fences, may_leave_lost_behind
@@ -150,9 +151,17 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return Ignore("nobody waits for a checkpoint any more")
         case LeaveAsked() | LeaveWithdrawn() | LeaveDue():
             return Ignore("a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted")
-        case ProgressSeen() | LaunchOrdered() | RanksFound() | RanksStopped() | RepairAsks() | PolicyChanged():
-            return Ignore(f"{event.kind} asks for nothing")
-        case IncidentsArchived() | MessageRejected():
+        case (
+            ProgressSeen()
+            | LaunchOrdered()
+            | RanksFound()
+            | RanksStopped()
+            | RepairAsks()
+            | PolicyChanged()
+            | IncidentsArchived()
+            | MessageRejected()
+            | SubmissionRaised()
+        ):
             return Ignore(f"{event.kind} asks for nothing")
         case _:
             assert_never(event)
@@ -161,7 +170,9 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
 def is_stale(job: JobState, event: Event) -> bool:
     """Whether this is about an earlier generation, or is the deadline of a wait that is over."""
     if isinstance(event, DeadlinePassed):
-        return event.due is not None and event.due != job.next.at
+        # The deadline of a repair stays its own while the repair asks.
+        repair = job.recovering.repair if job.recovering is not None else None
+        return event.due is not None and event.due not in (job.next.at, repair.at if repair is not None else job.next.at)
     generation = getattr(event, "generation", None)
     return generation is not None and generation != job.generation
 
@@ -294,6 +305,18 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.because}", exit_code=1)
         case _:
             return Ignore(f"nothing waits in phase {job.phase}")
+
+
+def why_not_dead(job: JobState, node: str) -> str:
+    """Return why a person's word that a node is dead is not taken, a clause; empty: it is taken, or changes nothing."""
+    is_watched = job.phase in (Phase.RUNNING, Phase.NODE_LOST) and node in {slot.node for slot in job.slots}
+    if not is_watched or node in job.lost_names:
+        return ""
+    silent = duration(job.policy.timeouts.lost_after)
+    return (
+        f"node {node} answers the job's watch, or has not been silent for {silent} yet: ranks there would go on "
+        "beside new ones. Cut its power or its network first, or send force: true if you know that it is dead"
+    )
 
 
 def may_answer(job: JobState, decision: str, now: datetime, node: str = "") -> str:

@@ -40,6 +40,7 @@ REFUSAL_CAUSES = {
     "cannot_start": Cause.USER_INPUT,
     "secret_missing": Cause.USER_INPUT,
     "stuck": Cause.NODE_FAULT,
+    "disk_full": Cause.NODE_FAULT,
     "held": Cause.PLATFORM,
     "rebooting": Cause.PLATFORM,
     "other_fleet": Cause.PLATFORM,

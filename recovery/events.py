@@ -237,10 +237,11 @@ class RepairEnded:
 
 @dataclass(frozen=True, slots=True)
 class RepairAsks:
-    """A repair that the job waits for waits for a person."""
+    """A repair that the job waits for waits for a person, or does no longer."""
 
     node: str
     question: str
+    """Empty: it has its answer, or goes on without one."""
     until: datetime | None = None
     kind: Literal["RepairAsks"] = "RepairAsks"
 
@@ -337,11 +338,20 @@ class IncidentsArchived:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmissionRaised:
+    """A later submission of this job is known than its number says, so it takes a higher one before anything is launched."""
+
+    submission: int
+    kind: Literal["SubmissionRaised"] = "SubmissionRaised"
+
+
+@dataclass(frozen=True, slots=True)
 class MessageRejected:
-    """A signal that could not be understood; kept so that whoever sent it sees why nothing happened."""
+    """A signal that could not be understood, or was refused; kept so that its sender sees why nothing happened."""
 
     name: str
     because: str
+    what: Literal["was not understood", "was refused"] = "was not understood"
     kind: Literal["MessageRejected"] = "MessageRejected"
 
 
@@ -378,6 +388,7 @@ Event = Annotated[
     | LeaveDue
     | PolicyChanged
     | IncidentsArchived
+    | SubmissionRaised
     | MessageRejected,
     Field(discriminator="kind"),
 ]

@@ -37,10 +37,11 @@ from recovery.events import (
     RepairAsks,
     RepairEnded,
     StepReached,
+    SubmissionRaised,
 )
 from recovery.evidence import Verdict
 from recovery.fencing import may_leave_lost_behind
-from recovery.incidents import close_incident, open_incident, pass_step, progressed, record_decision
+from recovery.incidents import add_unhealthy_nodes, close_incident, open_incident, pass_step, progressed, record_decision, withdraw_loss
 from recovery.launches import (
     add_found,
     complete_launch,
@@ -69,6 +70,7 @@ from recovery.model import (
     Recovering,
     Relaunch,
     Repair,
+    RepairQuestion,
     Stop,
     Try,
     Wait,
@@ -77,6 +79,8 @@ from recovery.policy import KEPT_TRIES, Policy
 from recovery.spec import duration
 
 KEPT_NOTICES = 5
+NAMED_VERDICTS = 4
+"""Verdicts that the reason of an incident's fault names."""
 
 
 def absorb(job: JobState, event: Event, now: datetime) -> JobState:
@@ -96,7 +100,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             job = complete_launch(job, event.generation)
             return replace(job, lost=(), launched_at=event.started_at, incident=incident)
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
-            return replace(job, recovering=replace(job.recovering, examined=event.examined))
+            return _absorb_examination(job, job.recovering, event, now)
         case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
             late = f"no answer within {duration(job.policy.timeouts.examination)}"
             nodes = job.recovering.fault.nodes or tuple(slot.node for slot in job.slots)
@@ -106,8 +110,8 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.because}")
         case DeadlinePassed() if job.phase is Phase.REPAIRING:
             return _repair_failed(job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}")
-        case RepairAsks() if job.phase is Phase.REPAIRING:
-            return replace(job, next=Next(event.question, event.until))
+        case RepairAsks() if job.phase is Phase.REPAIRING and job.recovering is not None:
+            return _absorb_question(job, job.recovering, event)
         case LaunchFailed():
             return _absorb_failed_launch(job, event, now)
         case LaunchRefused():
@@ -118,15 +122,7 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case NodeUnreachable():
             return _absorb_lost(job, event, now)
         case NodeReturned():
-            job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
-            if (
-                job.incident is None
-                or job.owed is not None
-                or job.lost
-                or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions)
-            ):
-                return job
-            return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
+            return _absorb_return(job, event, now)
         case ProgressSeen():
             if job.progress is None or event.step > job.progress.step:
                 job = replace(job, progress=Progress(event.step, event.at))
@@ -160,8 +156,13 @@ def absorb(job: JobState, event: Event, now: datetime) -> JobState:
             return _notice(job, f"{who} changed the policy ({what})" + (f": {event.because}" if event.because else ""))
         case IncidentsArchived():
             return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
+        case SubmissionRaised() if not job.slots:
+            raised = max(job.submission, event.submission)
+            return _notice(
+                replace(job, submission=raised), "the server's clock was set back: this submission is numbered after the last one"
+            )
         case MessageRejected():
-            return _notice(job, f"{event.name} was not understood: {event.because}")
+            return _notice(job, f"{event.name} {event.what}: {event.because}")
         case CancelRequested():
             return job
         case _:
@@ -177,6 +178,31 @@ def _absorb_late(job: JobState, event: Event) -> JobState:
             return settle_given_up_launch(job, event.generation, started=event.started)
         case _:
             return job
+
+
+def _absorb_examination(job: JobState, recovering: Recovering, event: NodesExamined, now: datetime) -> JobState:
+    unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
+    reason = "; ".join(f"{one.node} examined: {one.verdict}, {one.because}" for one in unhealthy[:NAMED_VERDICTS])
+    job = replace(job, recovering=replace(recovering, examined=event.examined))
+    return add_unhealthy_nodes(job, recovering.fault, tuple(one.node for one in unhealthy), reason, now)
+
+
+def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
+    job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
+    job = withdraw_loss(job, event.node)
+    if job.incident is None or job.owed is not None or job.lost or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions):
+        return job
+    return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
+
+
+def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -> JobState:
+    """Show what repairs ask; when all are answered, what comes next is again what the repair was ordered for."""
+    repair = recovering.repair or job.next
+    questions = tuple(one for one in recovering.questions if one.node != event.node)
+    if event.question:
+        questions = (*questions, RepairQuestion(event.node, event.question, event.until))
+    asks = Next(questions[-1].question, questions[-1].until) if questions else repair
+    return replace(job, next=asks, recovering=replace(recovering, questions=questions, repair=repair))
 
 
 def _asked_to_leave(job: JobState, event: LeaveAsked) -> JobState:
@@ -296,7 +322,7 @@ def _take(job: JobState, take: Try) -> JobState:
 
 def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
     """What was learned about this fault stays; the first question about it begins anew."""
-    return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault)
+    return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault, questions=(), repair=None)
 
 
 def finish(job: JobState, now: datetime) -> JobState:

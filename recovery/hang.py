@@ -12,8 +12,9 @@ SAFETY_FACTOR = 5
 LEARNED_FROM = 5
 """Intervals before the learned limit is trusted (nvidia-resiliency-ext leaves out as many warm-up iterations)."""
 KEPT_INTERVALS = 50
-LEARNED_FLOOR = timedelta(seconds=60)
-"""Below this a garbage collection or a slow file system would count as a hang."""
+LEARNED_FLOOR = timedelta(minutes=15)
+"""A learned limit is never shorter: an evaluation or a checkpoint that the program does not announce takes minutes,
+and steps say nothing about how long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,6 +306,26 @@ class DecisionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultRecord:
+    """One fault of an incident."""
+
+    at: datetime
+    """When it happened, by the receiver's clock."""
+    generation: int
+    cause: Cause
+    reason: str
+    nodes: tuple[str, ...] = ()
+    """Its suspects, the most likely first."""
+    gpus: tuple[str, ...] = ()
+    """Suspects on the first of `nodes`."""
+    code: str = ""
+    decisions_before: int = 0
+    """How many decisions of the incident were taken before it was detected."""
+    withdrawn: str = ""
+    """Why it does not count against its nodes, a clause; empty: it counts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """From the first fault until training has passed the step it had reached. Times by the receiver's clock."""
 
@@ -315,11 +335,16 @@ class Incident:
     cause: Cause
     because: str
     nodes: tuple[str, ...] = ()
+    """Suspects of all its faults."""
     ranks: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     code: str = ""
     certainty: Certainty = Certainty.LIKELY
     traceback: str = ""
+    faults: tuple[FaultRecord, ...] = ()
+    """The fault that opened it, then each that came while it was open. Cause, reason, ranks, GPUs and code above are the first one's."""
+    dropped_faults: int = 0
+    """Faults of a very long incident that are no longer kept: those after the first half of what is kept."""
     decisions: tuple[DecisionRecord, ...] = ()
     dropped_decisions: int = 0
     """Decisions in the middle of a very long incident that are no longer kept."""
@@ -349,6 +374,15 @@ class ExaminedNode:
 
 
 @dataclass(frozen=True, slots=True)
+class RepairQuestion:
+    """What the repair of a node asks a person."""
+
+    node: str
+    question: str
+    until: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class Recovering:
     """What is known about a fault while its suspects are examined or repaired."""
 
@@ -357,6 +391,10 @@ class Recovering:
     """None: not examined since the fault."""
     failed: tuple[str, ...] = ()
     """Rungs (`Rung.label`) whose repair did not succeed; their tries are spent, and the ladder goes on above them."""
+    questions: tuple[RepairQuestion, ...] = ()
+    """What repairs ask that have had no answer yet."""
+    repair: Next | None = None
+    """What comes next, and when, once nothing is asked any more."""
 
     @property
     def verdict(self) -> Verdict | None:

@@ -109,6 +109,21 @@ Name = Annotated[str, AfterValidator(parse_name)]
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
 
 
+def parse_reason(text: str) -> str:
+    """Refuse a reason that was given and says nothing.
+
+    Raises:
+        ValueError: it is empty or blank.
+    """
+    if not text.strip():
+        raise ValueError("it is empty, expected a clause that says why")
+    return text
+
+
+Reason = Annotated[str, AfterValidator(parse_reason)]
+"""Of what a person orders; left out where the message allows that, but never blank."""
+
+
 class Strict(BaseModel):
     """An edge of the system: unknown keys are refused, values never change."""
 

@@ -13,9 +13,10 @@ with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter
 
     from activities.fleet import FLEET_UNKNOWN, FleetActivities, TellFleetInput
-    from recovery.claim import as_it_is, claim, give_back, is_known_by
-    from recovery.events import Event, NodesGranted, NodesMissing, RanksFound
-    from recovery.fleet.messages import Claim, Grant, Offer, Place
+    from recovery.causes import OWN_CAUSES
+    from recovery.claim import as_it_is, claim, give_back, is_known_by, suspects
+    from recovery.events import Event, NodesGranted, NodesMissing, RanksFound, SubmissionRaised
+    from recovery.fleet.messages import Claim, FaultReport, Grant, Offer, Place
     from recovery.leaving import left_out
     from recovery.model import JobState, LaunchedGeneration, Relaunch, Slot
     from recovery.ranks import keep_places
@@ -42,6 +43,8 @@ class Claims:
         """By which times its ranks stop themselves, as the fleet was told last."""
         self._more = carried.more
         """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
+        self._reported = carried.reported
+        """What the fleet was told last of faults."""
         self._asks = 0
         """Numbers the times it asked for more; what is not the newest one is over."""
         self._grows = False
@@ -50,7 +53,7 @@ class Claims:
 
     @property
     def carried(self) -> ClaimsCarried:
-        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more, launched=self._launched)
+        return ClaimsCarried(self._seq, self.nodes, self.more_at, self._more, launched=self._launched, reported=self._reported)
 
     @property
     def waits(self) -> bool:
@@ -129,8 +132,14 @@ class Claims:
         waits = False
         await self._ask(keep, excluded)
         while (grant := await self._answer()).kind != "granted":
-            self._tell(NodesMissing(grant.because, hopeless=grant.kind == "hopeless"))
-            if grant.kind == "hopeless":
+            if grant.kind == "behind" and not self._job().slots:
+                self._tell(SubmissionRaised(grant.above + 1))
+                await workflow.wait_condition(lambda: self._job().submission > grant.above)
+                await self._ask(keep, excluded)
+                continue
+            is_hopeless = grant.kind in ("hopeless", "behind")
+            self._tell(NodesMissing(grant.because, hopeless=is_hopeless))
+            if is_hopeless:
                 return ()
             if grant.kind == "yield":
                 keep = self.nodes = ()
@@ -194,23 +203,45 @@ class Claims:
         self._seq += 1
         self._answers.clear()
         job, message = self._job(), make(self._seq)
-        self.more_at, self._launched = message.more_at, message.launched
+        self.more_at, self._launched, self._reported = message.more_at, message.launched, message.suspects
+        unknown = await self._signal("claim", message, _summary(message, job.spec.fleet))
+        if unknown and self._wants is not None and message.seq == self._seq:
+            self._answers.append(Grant(job.submission, message.seq, "hopeless", because=unknown))
+
+    async def _signal(self, signal: str, message: Claim | FaultReport, summary: str) -> str:
+        """Send the fleet a signal. Returns why there is no such fleet; empty: there is."""
         try:
             await orders.unless_cancelled(
                 workflow.execute_activity_method(
                     FleetActivities.tell_fleet,
-                    TellFleetInput(job.spec.fleet, "claim", message),
+                    TellFleetInput(self._job().spec.fleet, signal, message),
                     start_to_close_timeout=timedelta(seconds=10),
                     retry_policy=KEEP_TRYING,
-                    summary=_summary(message, job.spec.fleet),
+                    summary=summary,
                 )
             )
         except ActivityError as error:
             cause = error.cause
             if not (isinstance(cause, ApplicationError) and cause.type == FLEET_UNKNOWN):
                 raise
-            if self._wants is not None and message.seq == self._seq:
-                self._answers.append(Grant(job.submission, message.seq, "hopeless", because=cause.message))
+            return cause.message
+        return ""
+
+    # --- faults
+
+    @property
+    def has_faults_to_report(self) -> bool:
+        """Faults that may be the job's own are told with its next claim: no single job's are reason enough to examine a node."""
+        new = [one for one in suspects(self._job()) if one not in self._reported]
+        return bool(self._seq) and any(one.isolate or one.cause not in OWN_CAUSES for one in new)
+
+    async def report_faults(self) -> None:
+        """Tell the fleet what is new against nodes, unless a claim has told it by now."""
+        if self.has_faults_to_report:
+            job = self._job()
+            self._reported = suspects(job)
+            report = FaultReport(job.name, job.submission, self._reported)
+            await self._signal("report_faults", report, f"report faults to fleet {job.spec.fleet}")
 
 
 def _summary(message: Claim, fleet: str) -> str:

@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
         FleetInput,
         apply_message,
         claim_fact,
+        fault_report_fact,
         pause_fact,
         quarantine_fact,
         read,
@@ -177,6 +178,8 @@ class Fleet:
             if not self._state.applied:  # whoever asks is told that there are no nodes
                 self._inbox.append(Applied("observe", (), FleetLimits()))
             self._file_wrong = found.wrong
+        if self._state.restore_error and not is_remembering(self._state, workflow.now()):
+            await self._remember()  # a worker that was busy or away may be able to say it by now
         if self._state.awaited:  # one that has ended meanwhile never says what it holds
             await self._find_jobs()
         claims = tuple(record.key for record in self._state.claims if not record.closed)
@@ -265,6 +268,10 @@ class Fleet:
     @workflow.signal(description="A job says all that it wants and all that it holds. Nobody else sends it.")
     def claim(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("claim", message, claim_fact))
+
+    @workflow.signal(description="A job reports faults of its nodes. Only jobs send it.")
+    def report_faults(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("report_faults", message, fault_report_fact))
 
     @workflow.signal(description="A repair tells that it has begun. Nobody else sends it.")
     def repair_began(self, message: Any = None, *_more: Any) -> None:

@@ -16,6 +16,7 @@ from recovery.fleet.facts import (
     Applied,
     Claimed,
     Fact,
+    FaultsReported,
     PauseAsked,
     PermitWanted,
     QuarantineAsked,
@@ -25,9 +26,9 @@ from recovery.fleet.facts import (
     RepairEnded,
     ResumeAsked,
 )
-from recovery.fleet.messages import Claim, PermitRequest
+from recovery.fleet.messages import Claim, FaultReport, PermitRequest
 from recovery.fleet.model import FleetState
-from recovery.spec import Duration, Strict, parse_name
+from recovery.spec import Duration, Reason, Strict, parse_name
 from workflows.messages import explain
 
 DRAIN_WITHIN = timedelta(minutes=30)
@@ -38,6 +39,7 @@ LONGEST_REASON = 500
 Said = TypeVar("Said")
 _STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
 _CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
+_FAULT_REPORT: TypeAdapter[FaultReport] = TypeAdapter(FaultReport)
 _PERMIT_REQUEST: TypeAdapter[PermitRequest] = TypeAdapter(PermitRequest)
 _REPAIR_BEGAN: TypeAdapter[RepairBegan] = TypeAdapter(RepairBegan)
 _REPAIR_ENDED: TypeAdapter[RepairEnded] = TypeAdapter(RepairEnded)
@@ -69,7 +71,7 @@ class FleetFile:
 
 class QuarantineMessage(Strict):
     node: str = ""
-    because: str = ""
+    because: Reason = ""
     by: str = ""
     drain: bool = False
     within: Duration | None = None
@@ -77,19 +79,28 @@ class QuarantineMessage(Strict):
 
 class ReleaseMessage(Strict):
     node: str = ""
-    because: str = ""
+    because: Reason = ""
     by: str = ""
 
 
 class ReasonMessage(Strict):
-    """Of `pause`, `resume` and `apply`."""
+    """Of `pause` and `resume`."""
 
+    because: Reason = ""
+    by: str = ""
+
+
+class ApplyMessage(Strict):
     because: str = ""
     by: str = ""
 
 
 def claim_fact(raw: Any) -> Fact:
     return Claimed(_CLAIM.validate_python(raw))
+
+
+def fault_report_fact(raw: Any) -> Fact:
+    return FaultsReported(_FAULT_REPORT.validate_python(raw))
 
 
 def repair_began_fact(raw: Any) -> Fact:
@@ -131,8 +142,8 @@ def resume_fact(raw: Any) -> Fact:
     return ResumeAsked(message.because[:LONGEST_REASON], message.by)
 
 
-def apply_message(raw: Any) -> ReasonMessage:
-    return ReasonMessage.model_validate(raw)
+def apply_message(raw: Any) -> ApplyMessage:
+    return ApplyMessage.model_validate(raw)
 
 
 def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | Rejected:

@@ -78,9 +78,9 @@ class Mailbox:
     def leave_node(self, message: Any = None, *_more: Any) -> None:
         self._receive("leave_node", message, leave_event)
 
-    @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…"}.')
+    @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…", "force": false}.')
     def report(self, message: Any = None, *_more: Any) -> None:
-        self._receive("report", message, report_event)
+        self._receive("report", message, lambda raw: report_event(raw, self._job))
 
     @workflow.signal(description="Something may have happened to a rank: whoever watches looks again. Nobody else sends it.")
     def hint(self, message: Any = None, *_more: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from recovery.catalog.overrides import NO_OVERRIDES, CatalogOverrides
+from recovery.decide import why_not_dead
 from recovery.events import (
     Answered,
     CancelRequested,
@@ -21,10 +22,10 @@ from recovery.events import (
     RetryRequested,
 )
 from recovery.evidence import Verdict
-from recovery.fleet.messages import Offer, Place, Withdraw
+from recovery.fleet.messages import Offer, Place, Suspect, Withdraw
 from recovery.model import Incident, JobState, LaunchedGeneration, Phase
 from recovery.policy import Policy, Strategy, resolve
-from recovery.spec import Duration, JobSpec, Name, Strict
+from recovery.spec import Duration, JobSpec, Name, Reason, Strict
 
 WITHDRAW = TypeAdapter(Withdraw)
 OFFER = TypeAdapter(Offer)
@@ -48,6 +49,8 @@ class ClaimsCarried:
     """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
     launched: tuple[LaunchedGeneration, ...] = ()
     """By which times its ranks stop themselves, as the fleet was told last."""
+    reported: tuple[Suspect, ...] = ()
+    """What the fleet was told last of faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ SNOOZE = timedelta(hours=1)
 
 class AnswerMessage(Strict):
     decision: Literal["", "approve", "deny", "snooze", "take-over"] = ""
-    because: str = ""
+    because: Reason = ""
     by: str = ""
     within: Duration = SNOOZE
     """Of a snooze: when it is asked again."""
@@ -163,7 +166,9 @@ class RetryMessage(Strict):
 class ReportMessage(Strict):
     node: Name | None = None
     declared: Literal["dead"] = "dead"
-    because: str = ""
+    force: bool = False
+    """Also where the job hears the node."""
+    because: Reason = ""
     by: str = ""
 
 
@@ -181,7 +186,7 @@ class HintMessage(Strict):
 class PolicyMessage(Strict):
     policy: dict[str, object] = Field(default_factory=dict)
     """Keys as in a policy file, laid over the policy the job has."""
-    because: str = ""
+    because: Reason = ""
     by: str = ""
 
 
@@ -206,10 +211,12 @@ def repair_asks_event(raw: Any) -> Event:
     return RepairAsks(message.node, message.question, message.until)
 
 
-def report_event(raw: Any) -> Event:
+def report_event(raw: Any, job: JobState) -> Event:
     message = ReportMessage.model_validate(raw)
     if message.node is None:
         return MessageRejected("report", "node: missing, expected the name of a node")
+    if not message.force and (why := why_not_dead(job, message.node)):
+        return MessageRejected("report", why, "was refused")
     return NodeDeclaredDead(message.node, message.because, message.by)
 
 

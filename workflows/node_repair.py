@@ -340,18 +340,23 @@ class NodeRepair:
 
     async def _ask(self, step: AskPerson) -> Fact:
         assert self._state is not None
-        if (job := workflow.info().parent) is not None and self._start.job:
-            handle = workflow.get_external_workflow_handle(job.workflow_id)
-            answer = f"`starter.py answer {self._start.job} approve` or `deny`"
-            question = f"may {self._start.node} be treated with {self._state.strategy}? {answer}; without an answer it is not done"
-            message = {"node": self._start.node, "question": question, "until": step.until.isoformat()}
-            try:
-                await handle.signal("repair_asks", message)
-            except ApplicationError as error:  # it has ended; whoever looks at this page is asked all the same
-                workflow.logger.info("%s could not be told: %s", job.workflow_id, error)
-        if await self._until(step.until, f"without an answer: no {self._state.strategy} of {self._start.node}"):
-            return Slept()
-        return DeadlinePassed()
+        answer = f"`starter.py answer {self._start.job} approve` or `deny`"
+        question = f"may {self._start.node} be treated with {self._state.strategy}? {answer}; without an answer it is not done"
+        await self._show_question(question, step.until)
+        is_answered = await self._until(step.until, f"without an answer: no {self._state.strategy} of {self._start.node}")
+        await self._show_question("", None)
+        return Slept() if is_answered else DeadlinePassed()
+
+    async def _show_question(self, question: str, until: datetime | None) -> None:
+        """Have the job that waits for this repair show on its page what is asked; an empty question: nothing any more."""
+        if (job := workflow.info().parent) is None or not self._start.job:
+            return
+        handle = workflow.get_external_workflow_handle(job.workflow_id)
+        message = {"node": self._start.node, "question": question, "until": until.isoformat() if until else None}
+        try:
+            await handle.signal("repair_asks", message)
+        except ApplicationError as error:  # it has ended; the page of the repair asks all the same
+            workflow.logger.info("%s could not be told: %s", job.workflow_id, error)
 
     async def _until(self, at: datetime, summary: str) -> bool:
         """Wait until then; return whether somebody said something before."""

@@ -55,7 +55,7 @@ def updates(before: dict[str, object], after: dict[str, object]) -> list[SearchA
 
 
 def memo(job: JobState) -> dict[str, object]:
-    return {"phase": job.phase.value, "because": job.because, "next": _next(job), "fleet": job.spec.fleet}
+    return {"phase": job.phase.value, "because": job.because, "next": _next(job), "fleet": job.spec.fleet, "submission": job.submission}
 
 
 def current_details(job: JobState, now: datetime) -> str:
@@ -92,6 +92,7 @@ def current_details(job: JobState, now: datetime) -> str:
     if job.incident is not None:
         incident = job.incident
         lines += [f"### Open incident: {incident.cause}", "", f"{_clock(incident.opened)} {incident.because}", ""]
+        lines += [f"- {_clock(one.at)} **Further fault** {one.cause}: {one.reason[:300]}" for one in incident.faults[1:][-4:]]
         lines += [f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.because}" for d in incident.decisions[-8:]]
         if incident.traceback:
             lines += ["", "```", incident.traceback[-2000:].replace("```", "'''"), "```"]

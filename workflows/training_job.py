@@ -77,6 +77,7 @@ class TrainingJob(Mailbox):
         self._claims = Claims(lambda: self._job, self._inbox.append, start.carried.claims)
         self._saying_again: asyncio.Task[None] | None = None
         self._growing: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._notices = Notices(lambda: self._job, start.carried.told)
         self._leaves = Leaves(lambda: self._job, self._inbox.append)
         self._deadline = Deadline(lambda: self._job.next.what, lambda until: self._inbox.append(DeadlinePassed(until)))
@@ -87,6 +88,7 @@ class TrainingJob(Mailbox):
             self._attributes, self._memo = attributes(self._job), memo(self._job)
             return
         if start.previous is not None:
+            submission = max(submission, start.previous.submission + 1)
             self._job = resubmit(start.previous, submission, start.submitted_by, now, start.renew_budgets, start.avoid_nodes)
             self._job = replace(self._job, spec=start.spec, policy=start.policy)
         else:
@@ -120,6 +122,7 @@ class TrainingJob(Mailbox):
             self._leaves.keep()
             self._watches.report_checkpoints()
             self._keep_wish()
+            self._report_faults()
             self._publish()
             self._notices.keep()
             if self._may_end():
@@ -135,7 +138,15 @@ class TrainingJob(Mailbox):
 
     @property
     def _doing(self) -> tuple[asyncio.Task[None] | None, ...]:
-        return self._act, self._archiving, self._saying_again, self._growing, self._watches.exchanging, self._notices.telling
+        return (
+            self._act,
+            self._archiving,
+            self._saying_again,
+            self._growing,
+            self._reporting,
+            self._watches.exchanging,
+            self._notices.telling,
+        )
 
     # --- one event, one decision
 
@@ -306,6 +317,13 @@ class TrainingJob(Mailbox):
         self._claims.forget_more()
         self._saying_again = asyncio.create_task(self._claims.say_again())
 
+    def _report_faults(self) -> None:
+        """Tell the fleet of new suspects at once: a job that restarts in place, or waits, makes no claim that would."""
+        reporting = self._reporting is not None and not self._reporting.done()
+        if not reporting and self._job.ending is None and self._claims.has_faults_to_report:
+            # It begins after what was decided just now, which may make a claim.
+            self._reporting = asyncio.create_task(self._claims.report_faults())
+
     # --- examining and repairing
 
     async def _look_after(self, decision: Examine | Repair) -> None:
@@ -368,8 +386,13 @@ class TrainingJob(Mailbox):
         watching = self._watches.running
         for watch in watching:
             watch.cancel()
-        if (cancelled := await self._settled(watching)) is not None:
-            self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
+        while True:
+            if (cancelled := await self._settled(watching)) is not None:
+                self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
+            # What a signal began meanwhile, such as a claim: the next run would know nothing of it.
+            watching = [task for task in self._doing if task is not None and not task.done()]
+            if not watching:
+                break
         carried = Carried(
             tuple(self._inbox),
             self._watches.after_seq,

@@ -6,6 +6,7 @@ for a login shell may have printed before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,9 +23,20 @@ class Cannot(Exception):
     pass
 
 
+def candidates() -> list[str]:
+    """The folders that may hold the state of this user, as agent/folders.py lists them."""
+    name = f"relaunch-{os.geteuid()}"
+    return [
+        f"/var/lib/{name}",
+        f"/var/tmp/{name}",
+        *(f"/var/tmp/{name}.{number}" for number in range(1, 10)),
+    ]
+
+
 def own(folder: str) -> None:
     """Make a folder that only we can enter, or refuse one that somebody else has put there."""
-    os.makedirs(folder, 0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         raise Cannot(f"{folder} is no folder")
@@ -39,13 +51,36 @@ def place() -> str:
     given = os.environ.get("RELAUNCH_AGENT_STATE")
     if given:
         os.makedirs(os.path.dirname(os.path.abspath(given)), exist_ok=True)
-        parent = given
+        if os.path.islink(given) and os.lstat(given).st_uid not in (0, os.geteuid()):
+            raise Cannot(f"{given} is a link that uid {os.lstat(given).st_uid} made")
+        parent = os.path.realpath(given)
     else:
-        parent = f"/var/tmp/relaunch-{os.geteuid()}"
+        parent = choose()
     own(parent)
     folder = os.path.join(parent, "agents")
     own(folder)
     return folder
+
+
+def choose() -> str:
+    """Return the first candidate that is ours already, else the first that can be made."""
+    found = [path for path in candidates() if is_own(path)]
+    last: Exception | None = None
+    for path in found or candidates():
+        try:
+            own(path)
+            return path
+        except (Cannot, OSError) as error:
+            last = error
+    raise Cannot(f"no folder for the agent can be made on this node: {last}")
+
+
+def is_own(path: str) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def is_whole(path: str, sha256: str) -> bool:

@@ -21,6 +21,7 @@ from recovery.fleet.facts import (
     Applied,
     Claimed,
     Fact,
+    FaultsReported,
     JobsClosed,
     JobsFound,
     Looked,
@@ -37,9 +38,10 @@ from recovery.fleet.facts import (
 )
 from recovery.fleet.leaves import asked_to_leave
 from recovery.fleet.looks import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
+from recovery.fleet.messages import Grant
 from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Reclaiming, Standing
 from recovery.fleet.offers import offered, offers_at, released
-from recovery.fleet.orders import AskToClaim, Look, Order, Reclaim, Settled, StartRepair
+from recovery.fleet.orders import AskToClaim, Look, Order, Reclaim, Settled, StartRepair, TellJob
 from recovery.fleet.power import is_silent_since_reboot
 
 SWEEP = timedelta(seconds=60)
@@ -63,6 +65,8 @@ def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
             return fleet_memory.remembered(state, fact, now)
         case Claimed():
             return fleet_claims.claimed(state, fact.claim, now)
+        case FaultsReported():
+            return fleet_claims.reported(state, fact.report, now)
         case Looked():
             return fleet_nodes.looked(state, fact.looks, now)
         case JobsClosed():
@@ -96,6 +100,8 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
         state = replace(state, begun=True)
     state = breaker.opened(fleet_nodes.short(state, now), now)
     orders: list[Order] = []
+    state, numbers = _behind(state)
+    orders += numbers
     state, permits = breaker.answered(state, now)
     state = breaker.opened(state, now)  # one that was not allowed, because others share the node, makes it a suspect
     orders += permits
@@ -173,7 +179,7 @@ def _is_watched(node: NodeRecord, held: set[str]) -> bool:
 
 
 def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
-    known = {record.claim.job for record in state.claims} | {one.job for one in state.given_back}
+    known = {record.claim.job for record in state.claims if not record.restored} | {one.job for one in state.given_back}
     awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
     return replace(state, awaited=awaited, settles_at=state.settles_at or now + SETTLE)
 
@@ -182,6 +188,13 @@ def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
     """Ask jobs what they hold: each once."""
     ask = tuple(job for job in state.awaited or () if job not in state.asked)
     return (replace(state, asked=(*state.asked, *ask)) if ask else state), [AskToClaim(job) for job in ask]
+
+
+def _behind(state: FleetState) -> tuple[FleetState, list[TellJob]]:
+    """Tell jobs whose submission is lower than one that is known, so that they take a higher number."""
+    because = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
+    tells = [TellJob(one.job, Grant(one.submission, one.seq, "behind", because=because, above=one.above)) for one in state.behind]
+    return (replace(state, behind=()) if tells else state), tells
 
 
 # --- ranks that nobody answers for

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from recovery.fleet.board import Board, Chosen
-from recovery.fleet.looks import FRESH
+from recovery.fleet.looks import FRESH, is_due
 from recovery.fleet.messages import Grant
 from recovery.fleet.model import ClaimRecord, FleetState, Standing
 from recovery.fleet.orders import TellJob
@@ -78,6 +78,10 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
         elif f"reclaim/{claim.job}/{claim.submission}" in busy:
             # What stops its ranks would stop the ones that it launched with this grant too.
             _wait(done, record, f"ranks of job {claim.job} itself, which nobody answered for, are being stopped", now, gap)
+        elif unknown := board.where_unknown(record):
+            # Nothing bounds how long a gang goes on whose nodes are all silent, or a job on one node.
+            _wait(done, record, words.why_unknown(record, unknown), now, gap)
+            done.looks += [node for node in unknown if is_due(board.nodes[node], now)][: MOST_LOOKS - len(done.looks)]
         else:
             chosen = board.choose(record, shape, alone=len(waiting) == 1)
             if not chosen.missing and not (chosen.hopeful and now - (record.waiting_since or now) < LOOK_FIRST):

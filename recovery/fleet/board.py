@@ -361,7 +361,26 @@ class Board:
         told = {place.node for place in claim.holds}
         nodes = {self.index[place.node] for place in record.inherited if place.node in self.index}
         nodes |= {node for node, living in self.living.get(claim.job, ()) if living.submission < claim.submission}
+        nodes |= {
+            node
+            for node, one in enumerate(self.nodes)
+            if any(living.job == claim.job and living.submission < claim.submission for living in one.last_living)
+        }
         return tuple(name for node in sorted(nodes) if (name := self.nodes[node].name) not in told)
+
+    def where_unknown(self, record: ClaimRecord) -> list[int]:
+        """Return the silent nodes on which ranks of an earlier submission may live, of which no record tells.
+
+        Only of a job that was never granted anything: else the run that granted it knew. And only nodes that have not answered
+        since this fleet began: of the others it was seen who lived there.
+        """
+        claim = record.claim
+        if claim.running or claim.holds or record.inherited:
+            return []
+        earlier = any(living.submission < claim.submission for _, living in self.living.get(claim.job, ()))
+        if not (self.state.restore_error or earlier):
+            return []
+        return [node for node, one in enumerate(self.nodes) if not one.answered and not one.gone]
 
     def _own(self, record: ClaimRecord, shape: Shape, taken: frozenset[int]) -> list[int]:
         """What it has already without keeping it: nobody else can have it, so it is what it gets first."""

@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 from recovery.causes import Cause
 from recovery.facts import text
 from recovery.fleet.facts import Reclaimed
-from recovery.fleet.messages import Claim, Place, Suspect
-from recovery.fleet.model import ClaimRecord, FleetState, GivenBack, Mark, NodeLook, NodeRecord, Standing
+from recovery.fleet.messages import Claim, FaultReport, Place, Suspect
+from recovery.fleet.model import BehindClaim, ClaimRecord, FleetState, GivenBack, Living, Mark, NodeLook, NodeRecord, Standing
 from recovery.model import LaunchedGeneration
 
 KEPT_MARKS = 20
@@ -32,8 +32,13 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     if newest is not None and (claim.submission, claim.seq) <= newest:
         if known is not None and (claim.submission, claim.seq) == newest and known.answer is not None:
             return _with(state, replace(known, told=False))
+        if claim.submission < newest[0]:
+            # A late word of a submission that has ended, which the job that runs will not take for its own. Or the server's clock
+            # was set back between the two: submissions are numbered by it, and nodes obey only higher ones.
+            behind = BehindClaim(claim.job, claim.submission, claim.seq, newest[0])
+            return replace(state, behind=(*(one for one in state.behind if one.job != claim.job), behind))
         return state
-    state = replace(state, nodes=_accused(state.nodes, claim, now))
+    state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
     if state.awaited is not None:
         state = replace(state, awaited=tuple(job for job in state.awaited if job != claim.job))
     record = _record(claim, known, now)
@@ -43,6 +48,11 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     if claim.nodes <= 0 and not record.places:
         return without(state, record, now)
     return _with(state, record)
+
+
+def reported(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
+    """Hold what a job reports against the nodes that it names."""
+    return replace(state, nodes=_accused(state.nodes, report, now))
 
 
 def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
@@ -89,6 +99,58 @@ def by_marks(record: NodeRecord) -> str:
 
 def all_retracted(record: NodeRecord, because: str) -> NodeRecord:
     return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=because) for mark in record.marks))
+
+
+# --- a fleet that was started anew
+
+
+def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
+    """Return the claims of jobs that hold nodes, as the next run of the fleet takes them over: it grants nothing to them."""
+    return tuple(
+        replace(
+            record,
+            claim=replace(record.claim, suspects=(), avoid=()),
+            granted=record.granted or (),
+            said="",
+            waiting_since=None,
+            answer=None,
+            told=True,
+            said_at=None,
+            say_at=None,
+            restored=True,
+        )
+        for record in records
+        if record.places
+    )
+
+
+def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
+    """Take over who held which nodes. What a job has said since counts more, where it says more."""
+    given_back = {one.job: one for one in state.given_back}
+    known = {record.claim.job: record for record in state.claims}
+    for old in records:
+        job = old.claim.job
+        if (record := known.get(job)) is not None:
+            state = _with(state, replace(record, inherited=_both(record, old)))
+        elif (last := given_back.get(job)) is None:
+            state = _with(state, old)
+        elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
+            # It has ended, and never knew of ranks that may live there.
+            claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=())
+            state = _with(state, replace(old, claim=claim, granted=(), inherited=inherited, closed=True))
+    return state
+
+
+def _both(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
+    """Return where ranks of earlier submissions may live, which this one may not know of."""
+    claim = record.claim
+    if claim.submission == old.claim.submission and claim.seq >= old.claim.seq:
+        before = () if _has_seen(claim, old) else old.inherited
+    else:
+        before = old.places
+    named = {place.node for place in record.inherited}
+    more = tuple(place for place in before if place.node not in named)
+    return (*record.inherited, *_less(more, [place.node for place in claim.holds]))
 
 
 # --- records
@@ -148,33 +210,35 @@ def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
 
 
 def _left(node: NodeRecord, look: NodeLook, fact: Reclaimed) -> NodeRecord:
-    living = tuple(one for one in look.living if one.job != fact.job or one.submission > fact.submission)
-    return replace(node, look=replace(look, living=living))
+    def others(living: tuple[Living, ...]) -> tuple[Living, ...]:
+        return tuple(one for one in living if one.job != fact.job or one.submission > fact.submission)
+
+    return replace(node, look=replace(look, living=others(look.living)), last_living=others(node.last_living))
 
 
 # --- marks
 
 
-def _accused(nodes: tuple[NodeRecord, ...], claim: Claim, now: datetime) -> tuple[NodeRecord, ...]:
-    records = {node.name: node for node in nodes} if claim.suspects else {}
-    for suspect in claim.suspects:
-        if (record := records.get(suspect.node)) is None or (marked := _marked(record, claim, suspect)) is None:
+def _accused(nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime) -> tuple[NodeRecord, ...]:
+    records = {node.name: node for node in nodes} if report.suspects else {}
+    for suspect in report.suspects:
+        if (record := records.get(suspect.node)) is None or (marked := _marked(record, report, suspect)) is None:
             continue
         records[suspect.node] = marked
         for name, other in list(records.items()):
             if name != suspect.node and other.marks:
-                records[name] = _followed(other, claim, suspect, now)
+                records[name] = _followed(other, report, suspect, now)
         if marked.standing is Standing.IN_SERVICE:
-            by = f"job {claim.job}" if suspect.isolate else "relaunch"
+            by = f"job {report.job}" if suspect.isolate else "relaunch"
             because = (text(suspect.because) or suspect.cause) if suspect.isolate else by_marks(marked)
             if because:
                 records[suspect.node] = replace(marked, standing=Standing.SUSPECT, because=because, by=by, since=now)
     return tuple(records.values()) or nodes
 
 
-def _marked(record: NodeRecord, claim: Claim, suspect: Suspect) -> NodeRecord | None:
+def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
     """None: nothing new."""
-    said = (claim.job, claim.submission, suspect.generation)
+    said = (report.job, report.submission, suspect.generation)
     known = next((mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said), None)
     if known is not None and (known.isolated or known.retracted or not suspect.isolate):
         return None
@@ -191,14 +255,14 @@ def _marked(record: NodeRecord, claim: Claim, suspect: Suspect) -> NodeRecord | 
     return replace(record, marks=tuple(marks)) if mark in marks else None
 
 
-def _followed(record: NodeRecord, claim: Claim, suspect: Suspect, now: datetime) -> NodeRecord:
+def _followed(record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime) -> NodeRecord:
     if suspect.cause not in FOLLOWING:
         return record
-    because = f"the fault followed job {claim.job} to {suspect.node}"
+    because = f"the fault followed job {report.job} to {suspect.node}"
     marks = tuple(
         replace(mark, retracted=because)
         if not mark.retracted
-        and (mark.job, mark.submission, mark.cause, mark.code) == (claim.job, claim.submission, suspect.cause, suspect.code)
+        and (mark.job, mark.submission, mark.cause, mark.code) == (report.job, report.submission, suspect.cause, suspect.code)
         and mark.generation < suspect.generation
         else mark
         for mark in record.marks

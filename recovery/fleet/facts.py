@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from recovery.evidence import Verdict
-from recovery.fleet.messages import Claim, PermitRequest
-from recovery.fleet.model import Breaker, NodeLook, NodeRecord
+from recovery.fleet.messages import Claim, FaultReport, PermitRequest
+from recovery.fleet.model import Breaker, ClaimRecord, NodeLook, NodeRecord
 from recovery.spec import FleetLimits, FleetNode
 
 
@@ -34,9 +34,11 @@ class JobsFound:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What the fleet knew before it began anew, as far as nobody else could say it again. Without looks, claims and repairs."""
+    """What the fleet knew before it began anew. Without looks and repairs."""
 
     nodes: tuple[NodeRecord, ...] = ()
+    claims: tuple[ClaimRecord, ...] = ()
+    """Of the jobs that held nodes, or whose ranks may have lived on some: a node that does not answer cannot tell of them."""
     breaker: Breaker = field(default_factory=Breaker)
     lost: str = ""
     """Why some of it, or all, is not to be had any more."""
@@ -47,6 +49,14 @@ class Remembered:
 class Claimed:
     claim: Claim
     kind: Literal["Claimed"] = "Claimed"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsReported:
+    """A job has met faults, and goes on with the nodes that it has."""
+
+    report: FaultReport
+    kind: Literal["FaultsReported"] = "FaultsReported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +163,7 @@ Fact = Annotated[
     | JobsFound
     | Remembered
     | Claimed
+    | FaultsReported
     | Looked
     | JobsClosed
     | Reclaimed

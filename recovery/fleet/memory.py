@@ -1,6 +1,7 @@
-"""What a fleet that begins anew takes over from the run before it: what people said, and what faults and examinations said of nodes.
+"""What a fleet that begins anew takes over from the run before it: what people said, what faults and examinations said of nodes,
+and who held which nodes: a node that does not answer cannot tell whose ranks live there, nor can a job that was terminated.
 
-Who has which node it never takes over: jobs say that, and the nodes themselves.
+What jobs and nodes say to the new run counts more.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from recovery.fleet.claims import restored, worth_restoring
 from recovery.fleet.facts import Remembered
 from recovery.fleet.model import Breaker, FleetState, Mark, NodeRecord, Standing
 from recovery.fleet.nodes import FLEET_FILE, is_out, noticed
@@ -23,13 +25,14 @@ def memory(*runs: FleetState) -> Remembered:
         runs: All back to the newest that had taken over what there was before it.
     """
     state, *older = runs
-    if older and not state.remembered:
+    if older and not has_restored(state):
         before = memory(*older)
         if not state.nodes:
             return before
         state = _taken_over(state, before)
     records = (_worth(node) for node in state.nodes if node.by != FLEET_FILE)
-    return Remembered(tuple(record for record in records if record != NodeRecord(record.spec)), state.breaker)
+    nodes = tuple(record for record in records if record != NodeRecord(record.spec))
+    return Remembered(nodes, worth_restoring(state.claims), state.breaker)
 
 
 def _worth(record: NodeRecord) -> NodeRecord:
@@ -52,6 +55,11 @@ def _worth(record: NodeRecord) -> NodeRecord:
     )
 
 
+def has_restored(state: FleetState) -> bool:
+    """Return whether the run has taken over all that there was before it."""
+    return state.remembered and not state.restore_error
+
+
 def is_remembering(state: FleetState, now: datetime) -> bool:
     """Whether somebody may still say that a node is bad which looks good."""
     return not state.remembered and (state.remembers_until is None or now < state.remembers_until)
@@ -67,16 +75,17 @@ def began(state: FleetState, now: datetime) -> FleetState:
 def given_up(state: FleetState, now: datetime) -> FleetState:
     if state.remembered or is_remembering(state, now):
         return state
-    state = replace(state, remembered=True)
+    state = replace(state, remembered=True, restore_error=f"it did not say so within {REMEMBER_WITHIN.total_seconds():.0f} s")
     return noticed(state, "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten", now)
 
 
 def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState:
-    """Take it over, once, where nothing newer is known."""
-    if state.remembered or not state.nodes:
+    """Take it over, once, where nothing newer is known. What could not be had at first may be had later."""
+    if (state.remembered and not state.restore_error) or not state.nodes:
         return state
-    state = _taken_over(state, fact)
-    if fact.lost:
+    is_news = fact.lost != state.restore_error
+    state = replace(_taken_over(state, fact), restore_error=fact.lost)
+    if fact.lost and is_news:
         state = noticed(state, f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}", now)
     if not state.breaker.is_open:
         # So many were out before, and nobody was stopped by it, or a person knew of it.
@@ -93,12 +102,13 @@ def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState
 def _taken_over(state: FleetState, fact: Remembered) -> FleetState:
     known = {record.name: record for record in fact.nodes}
     nodes = tuple(_remembered(node, known.get(node.name)) for node in state.nodes)
+    state = restored(state, fact.claims)
     return replace(state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), remembered=True)
 
 
 def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
     if known is not None:
-        record = replace(record, power_cycles=(*known.power_cycles, *record.power_cycles))
+        record = replace(record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles))))
     if known is None:
         return record
     # A person who has released it since has said the last word; so has whoever took it out of service anew. A job that suspects it has not.

@@ -84,6 +84,15 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultReport:
+    """What a job knows against nodes, said as soon as it is known and without a claim. A report that comes twice changes nothing."""
+
+    job: str
+    submission: int
+    suspects: tuple[Suspect, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """Nodes that are kept for a running job that would take more of them. It may claim them, or do nothing."""
 
@@ -100,8 +109,9 @@ class Grant:
 
     submission: int
     seq: int
-    kind: Literal["granted", "waiting", "hopeless", "yield"] = "granted"
-    """hopeless: no wait can help. yield: give back what you hold and queue; somebody who comes first needs it."""
+    kind: Literal["granted", "waiting", "hopeless", "yield", "behind"] = "granted"
+    """hopeless: no wait can help. yield: give back what you hold and queue; somebody who comes first needs it.
+    behind: a later submission of this job is known, and this one takes a number above `above`."""
     places: tuple[Place, ...] = ()
     """When granted: as many as were wanted, or more where more would be taken, those that were kept first."""
     because: str = ""
@@ -111,6 +121,8 @@ class Grant:
     """What is known of those ranks. Of a node that is in none of these nothing is known."""
     fewer: str = ""
     """Why there are fewer than the job would take, in words for people; empty: there are not."""
+    above: int = 0
+    """When behind: the highest submission of this job that the fleet knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ class NodeRecord:
     look: NodeLook | None = None
     """The newest one."""
     looked_at: datetime | None = None
+    answered: bool = False
+    """It has answered since this fleet began: what lives there that no other one can tell of has been seen."""
+    last_living: tuple[Living, ...] = ()
+    """Ranks that lived there when it answered last; only while it is silent."""
     inventory: Inventory | None = None
     """Of its GPUs, as they were read last."""
     read_at: datetime | None = None
@@ -156,6 +160,8 @@ class ClaimRecord:
     said_at: datetime | None = None
     say_at: datetime | None = None
     """When there is news for it that had to wait, so that a busy fleet does not flood its jobs."""
+    restored: bool = False
+    """As the run before this one knew it; the job has not said yet what it holds."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -231,6 +237,16 @@ class GivenBack:
 
 
 @dataclass(frozen=True, slots=True)
+class BehindClaim:
+    """A claim with a lower submission than one that the fleet knows, to be answered so."""
+
+    job: str
+    submission: int
+    seq: int
+    above: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reclaiming:
     job: str
     submission: int
@@ -281,6 +297,8 @@ class FleetState:
     """It was learned what the run before this one knew of nodes, or given up to learn it."""
     remembers_until: datetime | None = None
     """When that is given up."""
+    restore_error: str = ""
+    """Why it is not known who held which nodes before this run began; empty: it is known."""
     begun: bool = False
     """Each node was looked at: before that nobody knows who lives where, and nothing is granted."""
     swept_at: datetime | None = None
@@ -291,6 +309,7 @@ class FleetState:
     """Jobs that were asked what they hold."""
     given_back: tuple[GivenBack, ...] = ()
     """Newest last."""
+    behind: tuple[BehindClaim, ...] = ()
     reclaims: tuple[Reclaiming, ...] = ()
     answered: tuple[Answered, ...] = ()
     """Permits, newest last."""

@@ -10,7 +10,7 @@ from recovery.facts import text
 from recovery.fleet.claims import all_retracted, by_marks
 from recovery.fleet.facts import Applied, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
 from recovery.fleet.messages import Withdraw
-from recovery.fleet.model import FleetState, NodeLook, NodeRecord, Standing
+from recovery.fleet.model import FleetState, Living, NodeLook, NodeRecord, Standing
 
 FLEET_FILE = "fleet file"
 """Who quarantines a node that the file does not name any more."""
@@ -120,7 +120,12 @@ def _seen(record: NodeRecord, look: NodeLook | None, now: datetime) -> NodeRecor
     if look.inventory is not None:
         record = replace(record, inventory=look.inventory, read_at=now - look.read_ago)
     look = replace(look, inventory=None, read_ago=timedelta(0))
+    record = replace(record, last_living=_last_living(record) if look.silent else (), answered=record.answered or not look.silent)
     return replace(record, look=look, looked_at=now, silent_since=(record.silent_since or now) if look.silent else None)
+
+
+def _last_living(record: NodeRecord) -> tuple[Living, ...]:
+    return record.last_living if record.look is None or record.look.silent else record.look.living
 
 
 def short(state: FleetState, now: datetime) -> FleetState:
@@ -199,9 +204,8 @@ def _after_repair(record: NodeRecord, fact: RepairEnded, now: datetime, *, stale
         record = all_retracted(record, "examined healthy after a repair")
     if record.gone:
         return quarantined(record, FLEET_FILE, NOT_IN_FILE, now)
-    by_person = record.standing is Standing.QUARANTINED and not is_ours(record)
-    if by_person and (not done or fact.by.startswith(FLEET)):
-        # A person's word holds until a person takes it back; a repair that a person has ordered since is that.
+    if record.standing is Standing.QUARANTINED and not is_ours(record):
+        # A person's word holds until a person takes it back by a release: to have a node repaired says nothing about why it is kept.
         return record
     if done:
         return in_service(record, now)

@@ -73,6 +73,19 @@ class Words:
         gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
         return f"fleet {board.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
 
+    def why_unknown(self, record: ClaimRecord, nodes: Sequence[int]) -> str:
+        """Return why a claim waits for nodes that have not answered since the fleet began."""
+        board = self._board
+        names = listed([board.nodes[node].name for node in nodes])
+        error = board.state.restore_error
+        return text(
+            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {board.state.name} began, and ranks of an earlier "
+            f"submission of job {record.claim.job} may live there: what the fleet knew before is lost"
+            f"{f' ({text(error, 160)})' if error else ''}. "
+            "The job is launched when all have answered; take a node that is off for good out of the fleet file",
+            600,
+        )
+
     def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
         """Why a job that runs, or may begin, has not as many as it would take."""
         have = len(chosen.kept) + len(chosen.new)

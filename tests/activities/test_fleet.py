@@ -17,14 +17,14 @@ from temporalio.service import RPCError, RPCStatusCode
 
 import activities.fleet
 import activities.readings
-from activities.fleet import FLEET_UNKNOWN, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
+from activities.fleet import FLEET_UNKNOWN, MOST_RUNS, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
 from activities.job import LaunchRanksOutput
 from backends.base import Prepared, PrepareOrder, Started, StartOrder
 from backends.simulated import Lingers, ManualClock, Script, Sick, SimulatedBackend, Stranger, Takes
 from recovery.fleet.facts import Applied
 from recovery.fleet.inventory import GpuUse, Inventory
-from recovery.fleet.messages import Claim
-from recovery.fleet.model import FleetState, Living, NodeLook, NodeRecord, Standing
+from recovery.fleet.messages import Claim, Place
+from recovery.fleet.model import ClaimRecord, FleetState, Living, NodeLook, NodeRecord, Standing
 from recovery.model import Token
 from recovery.spec import FleetLimits
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand
@@ -475,6 +475,22 @@ async def test_the_newest_run_that_took_over_what_was_before_it_says_what_there_
     n3 = knew("n3", remembered=False)
     short = ended(3000, replace(n3, nodes=(NodeRecord(fleet_of(3).nodes[1]), *n3.nodes)))
     assert (await last_state(ended(1000, knew("n1")), short, ended(2000, knew("n2"))))[0] == {"n2", "n3"}
+
+
+async def test_who_held_which_nodes_is_known_of_the_runs_before_that_had_not_restored_it() -> None:
+    held = replace(knew("n1"), claims=(ClaimRecord(Claim("llama", 1000, 1, 1), granted=(Place("n1"),)),))
+    failed = replace(knew("n2"), restore_error="no answer")
+    asked, _ = of(stand(), ended(1000, held), ended(2000, failed), OWN)
+    known = await environment().run(asked.last_state, "default")
+    assert [(record.claim.job, record.restored) for record in known.claims] == [("llama", True)]
+    assert ({node.name for node in known.nodes}, known.lost) == ({"n2"}, "")
+
+
+async def test_a_row_of_runs_that_had_restored_nothing_is_said_to_have_lost_it() -> None:
+    runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MOST_RUNS)]
+    asked, _ = of(stand(), *runs, OWN)
+    known = await environment().run(asked.last_state, "default")
+    assert known.lost == f"none of the {MOST_RUNS} runs before this one had taken over what there was before it"
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,20 @@ import asyncio
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from temporalio.api.common.v1 import Payload
 from temporalio.exceptions import ApplicationError
 
 import recovery.fencing
-from activities.job import LAUNCH_ATTEMPTS, LaunchRanksOutput
+from activities.job import LAUNCH_ATTEMPTS, LaunchRanksOutput, gang_of
 from activities.logs import LogActivities
 from activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
 from activities.stopping import StopRanksInput, StopRanksOutput
+from backends.base import Prepared, StartOrder
 from backends.simulated import Fault, Lingers, Prints, Refuse, Script
+from connection import data_converter
 from recovery.causes import Cause
 from recovery.model import Incident
 from tests.activities.harness import PATIENCE, TOKEN, Stand, ago, environment, stand
@@ -150,3 +154,49 @@ async def test_logs_are_read_on_from_where_they_were_and_silent_nodes_are_named(
     fleet.backend.cut("n2")
     answer = await environment().run(logs.read_logs, order)
     assert ([piece.rank for piece in answer.chunks], answer.unreachable) == ([0], ("n2",))
+
+
+# --- a gang of several shards
+
+
+async def test_a_gang_of_several_shards_has_one_secret_and_none_stands_in_history() -> None:
+    fleet = stand(nodes=4)
+    orders, outputs = await prepared_in_shards(fleet)
+    for order in orders:
+        output = await fleet.launch(**order)
+        assert output.started_at is not None
+    starts = [call.order for call in fleet.backend.calls if call.command == "start"]
+    secrets = {order.secret for order in starts if isinstance(order, StartOrder)}
+    assert len(starts) == 4 and len(secrets) == 1 and secrets != {""}
+    nonces = {answer.nonce for answer in answers(fleet)}
+    values = [*outputs, *(fleet.launch_input(**order) for order in orders)]
+    history = b"".join(payload.data for value in values for payload in written(value))
+    assert len(nonces) == 4 and not [one for one in (*nonces, *secrets) if one.encode() in history]
+
+
+async def test_a_shard_is_not_started_once_the_first_node_was_prepared_again() -> None:
+    fleet = stand(nodes=4)
+    orders, _ = await prepared_in_shards(fleet)
+    gang = orders[1]["gang"]
+    output = await fleet.launch(**{**orders[1], "gang": replace(gang, stamp=gang.stamp + 1)})
+    assert [(one.node, one.why) for one in output.refusals] == [("n1", "prepared_again")]
+    assert [call for call in fleet.backend.calls if call.command == "start"] == []
+
+
+async def prepared_in_shards(fleet: Stand) -> tuple[list[dict[str, Any]], list[LaunchRanksOutput]]:
+    """Prepare two shards of two nodes; return the orders that start each, and what was answered."""
+    slots = fleet.launch_input().slots
+    shards = [{"slots": slots[:2], "first_group_rank": 0}, {"slots": slots[2:], "first_group_rank": 2}]
+    outputs = [await fleet.launch(**shard, prepare_only=True) for shard in shards]
+    gang = gang_of([node for output in outputs for node in output.prepared])
+    orders = [{**shard, "prepared": output.prepared, "gang": gang} for shard, output in zip(shards, outputs, strict=True)]
+    return orders, outputs
+
+
+def answers(fleet: Stand) -> list[Prepared]:
+    generations = [fleet.backend._node(node.name).job(TOKEN).generations[TOKEN] for node in fleet.fleets.known.nodes]
+    return [generation.answer for generation in generations]
+
+
+def written(value: object) -> list[Payload]:
+    return list(data_converter().payload_converter.to_payloads([value]))

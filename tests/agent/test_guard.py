@@ -176,7 +176,10 @@ def order_to_stop(node: Node, pids: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("begin", [fence, fail, order_to_stop])
-@pytest.mark.parametrize("program", [["sleep", "1000"], ["sh", "-c", "trap '' TERM; while :; do sleep 1000; done"]])
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(["sleep", "1000"], marks=pytest.mark.long), ["sh", "-c", "trap '' TERM; while :; do sleep 1000; done"]],
+)
 def test_a_disk_that_hangs_keeps_no_rank_alive(disk_node: Node, disk: Path, begin: Callable[..., Any], program: list[str]) -> None:
     node = disk_node
     times = SHORT if begin is fence else {**SHORT, "lease": 60.0, "fence_after": 60.0}

@@ -13,6 +13,7 @@ import pytest
 from real_node import Node, alive, done, eventually, name, refusal
 
 from agent import preflight
+from agent.folders import find_mount
 from agent.state import boot_id
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
@@ -138,8 +139,8 @@ def test_a_preflight_on_python_3_8(make_node: Any) -> None:
 
 
 def test_the_longest_mount_point_above_a_folder_is_its_file_system() -> None:
-    assert preflight._mount(Path("/proc/self"))["type"] == "proc"
-    assert preflight._mount(Path("/process"))["mounted"] == "/", "a name that only begins alike is not below it"
+    assert find_mount(Path("/proc/self"))["type"] == "proc"
+    assert find_mount(Path("/process"))["mounted"] == "/", "a name that only begins alike is not below it"
 
 
 def test_the_session_of_a_login_is_found_in_its_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,3 +119,33 @@ def test_two_launches_in_a_row_look_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_disk_that_cannot_be_read_keeps_no_job_from_being_launched(tmp_path: Path) -> None:
     retention.make_room(tmp_path, tmp_path / "jobs" / "a")
     assert not (tmp_path / retention.LOOKED).exists()
+
+
+NUMBERS = """import sys, time
+for number in range(100000):
+    print(f'{number:07d}', flush=number % 1000 == 0)
+sys.stdout.flush()
+time.sleep(1000)"""
+
+
+def test_a_log_that_lives_keeps_its_newest_half_and_its_offsets(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(retention.VARIABLE, str(4 * BLOCK))
+    node.run(1, python(NUMBERS), ranks=1)
+    log = node.folder() / "logs" / "rank_0.log"
+    eventually(lambda: log.stat().st_size == 800000)
+    eventually(lambda: log.stat().st_blocks * 512 <= 4 * BLOCK)
+    assert log.stat().st_size == 800000, "an offset means what it meant"
+    first, then = (node.order("logs", token=token(1), offsets={"0": at}) for at in (0, 400000))
+    assert first is not None and then is not None
+    [chunk] = first["chunks"]
+    kept = chunk["next"]
+    assert chunk["data"] == f"[relaunch: {kept} bytes left out, this log outgrew its share of the disk]\n"
+    assert 800000 - 2 * 2 * BLOCK < kept <= 800000 - retention.MIN_KEPT_BYTES
+    assert then["chunks"][0]["next"] == kept, "a reader that was in the middle goes on there, too"
+    rest = node.order("logs", token=token(1), offsets={"0": kept}, max_bytes=10**6)
+    assert rest is not None
+    assert rest["chunks"][0]["data"].splitlines()[-1] == "0099999"
+    assert rest["chunks"][0]["data"].splitlines()[1] == f"{kept // 8 + 1:07d}"
+    newest = node.order("logs", token=token(1), tail=2)
+    assert newest is not None
+    assert newest["chunks"][0]["data"] == "0099998\n0099999\n"

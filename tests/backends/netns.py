@@ -31,6 +31,27 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
+def run_in_network(namespace: Path, call: Callable[[], T]) -> T:
+    """Call where the network is that of `namespace`: in a thread, whose network is separate, and that of those it starts."""
+    done: Future[T] = Future()
+
+    def enter() -> None:
+        handle = os.open(namespace, os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+        finally:
+            os.close(handle)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    return done.result()
+
+
 class Network:
     """Controllers at 10.99.0.1 and on, and `nodes` from 10.99.0.11 on; those are at 10.98.0.11 and on for each other as well."""
 
@@ -122,24 +143,7 @@ class Network:
         return self._there(lambda: socket.create_server(("127.0.0.1", port)), controller)
 
     def _there(self, call: Callable[[], T], controller: int = 1) -> T:
-        """A thread has a network of its own, and so have those that it starts."""
-        done: Future[T] = Future()
-
-        def enter() -> None:
-            handle = os.open(Path("/run/netns", self.controllers[controller - 1]), os.O_RDONLY)
-            try:
-                if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET) != 0:
-                    raise OSError(ctypes.get_errno(), "setns")
-                done.set_result(call())
-            except BaseException as error:
-                done.set_exception(error)
-            finally:
-                os.close(handle)
-
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
-        return done.result()
+        return run_in_network(Path("/run/netns", self.controllers[controller - 1]), call)
 
     def close(self) -> None:
         for name in self.made:

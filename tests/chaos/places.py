@@ -8,7 +8,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -21,6 +21,8 @@ from tests.backends.slow_link import Way, slow_links
 from tests.backends.sshd import Sshd, make_key, need_sshd
 
 Lines = list[dict[str, object]]
+Prepare = Callable[[str, Path], None]
+"""Called with each node's name and its new state folder, before anything runs there."""
 
 
 class Places(Protocol):
@@ -66,10 +68,12 @@ class LocalPlaces:
     environment: Mapping[str, str] = MappingProxyType({})
     within = elsewhere = ()
 
-    def __init__(self, folder: Path, addresses: dict[str, str]) -> None:
+    def __init__(self, folder: Path, addresses: dict[str, str], prepare: Prepare | None = None) -> None:
         self._folder, self._addresses = folder, addresses
         for name in addresses:
             self.state(name).mkdir(parents=True, mode=0o700)
+            if prepare is not None:
+                prepare(name, self.state(name))
 
     def state(self, name: str) -> Path:
         return self._folder / "state" / "nodes" / name
@@ -111,14 +115,24 @@ class SshPlaces:
     backend = "ssh"
     environment: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, folder: Path, addresses: dict[str, str], apart: bool = False, delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        addresses: dict[str, str],
+        apart: bool = False,
+        delay: float = 0.0,
+        prepare: Prepare | None = None,
+        variables: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         """`apart`: with a control network and one for training. Skips the test where no such can be made.
-        `delay`, of nodes that share a network: each byte between controller and nodes comes so many seconds late."""
+        `delay`, of nodes that share a network: each byte between controller and nodes comes so many seconds late.
+        `variables`: of the environment of everything on a node, by the node's name."""
         need_sshd()
+        self._prepare, self._variables = prepare, variables or {}
         self._delay = delay
         self._links = contextlib.ExitStack()
         self.key = make_key(folder / "key")
-        self.network = Network(len(addresses), controllers=2) if apart else None
+        self.network = self._make_network(folder, addresses) if apart else None
         self.within: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[0])
         self.elsewhere: tuple[str, ...] = () if self.network is None else self.network.at(self.network.controllers[1])
         self.hosts: dict[str, Sshd] = {}
@@ -136,6 +150,9 @@ class SshPlaces:
         self.known_hosts.write_text("".join(host.known_hosts.replace(host.address, self._near(host)) for host in self.hosts.values()))
         self.config.touch()  # not whatever configuration whoever runs this has
 
+    def _make_network(self, folder: Path, addresses: dict[str, str]) -> Network:
+        return Network(len(addresses), controllers=2)
+
     def _host(self, folder: Path, name: str, address: str) -> Sshd:
         host = Sshd(folder, address, self.key)
         if self.network is not None:
@@ -143,6 +160,9 @@ class SshPlaces:
             host.address, host.port, host.within = f"{CONTROL}.{10 + number}", 22, self.network.inside(number)
             self._training[name] = f"{TRAINING}.{10 + number}"
         host.state.mkdir(mode=0o700)
+        if self._prepare is not None:
+            self._prepare(name, host.state)
+        host.environment.update(self._variables.get(name, {}))
         order = shlex.join(local_power.command(host.state))
         host.program_named("systemctl", f'#!/bin/sh\n[ "$*" = reboot ] && exec {order}\nexit 1\n')
         return host.start()

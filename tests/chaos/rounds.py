@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from recovery.policy import Policy
+from tests.chaos.disturbances import DISTURBANCES, MAX_FROZEN_S, ONLY_SSH, disturb
 from tests.chaos.places import SshPlaces
-from tests.chaos.world import Job, Unmet, World, chaos_policy, eventually
+from tests.chaos.world import PATIENCE, Job, Unmet, World, chaos_policy, eventually
 
 IN_PLACE, REPLACE = "RESTART_IN_PLACE", "REPLACE_NODE"
 Tries = tuple[tuple[str, str, bool], ...]
@@ -30,20 +31,20 @@ CUTS = {
     "cut peers": ("peers",),
     "cut both": ("controller-in", "controller-out", "peers"),
 }
-VICTIMS = ("rank", "keeper", "supervisor", "session", "sshd", "worker", "server", *CUTS, "reboot")
-ONLY = {"sshd": "ssh"}
+VICTIMS = ("rank", "keeper", "supervisor", "session", "sshd", "worker", "server", *CUTS, "reboot", *DISTURBANCES)
+ONLY = {"sshd": "ssh", **dict.fromkeys(ONLY_SSH, "ssh")}
 """Victims that nodes of one backend only have."""
 PHASES = ("QUEUED", "LAUNCHING", "RUNNING", "NODE_LOST", "STOPPING", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
 NOT_YET = ("EXAMINING", "REPAIRING")
 """Phases whose blows are another program's, tests.chaos.repairs."""
-ON_NODES = ("rank", "keeper", "supervisor")
+ON_NODES = ("rank", "keeper", "supervisor", "stop keeper", "stop supervisor")
 ABSENT = {
     **{
         (phase, victim): "no rank lives then"
         for phase in ("QUEUED", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
         for victim in ON_NODES
     },
-    **{("QUEUED", victim): "sessions begin with the first look at a node" for victim in ("session", "sshd")},
+    **{("QUEUED", victim): "sessions begin with the first look at a node" for victim in ("session", "sshd", "stop session", "stop node")},
 }
 FAILPOINTS = (
     "prepare.reserved",
@@ -70,12 +71,14 @@ PATIENT = {"lease": "15s"}
 class Expected:
     """How a round must end."""
 
-    tries: tuple[Tries, ...]
-    """Any one of these."""
+    tries: tuple[Tries, ...] | None
+    """Any one of these; None: whatever it took."""
     phase: str = "SUCCEEDED"
     exit_code: int = 0
     generation: int | None = None
     """None: one more than there were tries. Otherwise a launch was no try: a person asked for it, or a node had seen ours before."""
+    paused: frozenset[int] = frozenset()
+    """Processes that stood still for a while: a rank among them holds its lock, and nothing can prevent that."""
 
 
 @dataclass
@@ -92,6 +95,8 @@ class Round:
     cuts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """What each node is cut off from."""
     absent: list[asyncio.Task[None]] = field(default_factory=list)
+    paused: set[int] = field(default_factory=set)
+    """Processes of nodes that stood still as a whole."""
 
     def note(self, text: str) -> None:
         self.log.append(f"{asyncio.get_running_loop().time():.2f} {text}")
@@ -110,6 +115,8 @@ class Round:
         delay = self.moment(window)
         self.note(f"in {self.phase}, {self.victim} in {delay:.2f} s")
         await asyncio.sleep(delay)
+        if self.victim in DISTURBANCES:
+            return await self._finish_disturbed()
         return await getattr(self, f"_finish_{self.phase.lower()}")()  # type: ignore[no-any-return]
 
     # --- bringing a job into a phase; each returns how long the window is in which the blow falls
@@ -241,6 +248,9 @@ class Round:
             self.cuts.pop(node, None)
         self.note(f"healed {', '.join(nodes)}")
 
+    def cut_off_node(self, node: str) -> None:
+        self._cut(node, "cut both")
+
     # --- leading it to its end
 
     async def _end(self) -> None:
@@ -250,6 +260,37 @@ class Round:
         await self.job.until_steps()
         self.job.let_end()
         await self.job.until_phase("SUCCEEDED")
+
+    async def _finish_disturbed(self) -> Expected:
+        """Disturb the victim for a while, make everything good again, and lead the job to the end that its phase has."""
+        undo = await disturb(self, self.random.choice(self._nodes()))
+        try:
+            if self.phase == "QUEUED":
+                await self.world.worker.start()
+            await asyncio.sleep(self.moment(MAX_FROZEN_S if self.victim == "disk frozen" else 12.0))
+        finally:
+            await undo()
+            self._heal(*self._nodes(), *self.cut_off)
+        paused = frozenset(self.paused)
+        if self.phase == "STOPPING":
+            await self.job.until_phase("CANCELLED")
+            return Expected(None, "CANCELLED", 130, paused=paused)
+        if self.phase == "ended":
+            return Expected((NOTHING,))
+        if self.phase == "WAITING_FOR_PERSON":
+            await self.job.signal("force_retry", {"because": "chaos"})
+            await self.job.until_phase("RUNNING", generation=2)
+        await self._end_whatever_it_takes()
+        if (self.phase, self.victim) == ("RUNNING", "two servers"):
+            return Expected((NOTHING,))  # what runs is nothing to another server
+        return Expected(None, paused=paused)
+
+    async def _end_whatever_it_takes(self) -> None:
+        """Have the job end once it trains; a later generation may be needed until it does."""
+        self.note(f"before the end: {await self.job.phase()}")
+        await self.job.until_steps(patience=2 * PATIENCE)
+        self.job.let_end()
+        await self.job.until_phase("SUCCEEDED", "FAILED")
 
     async def _finish_queued(self) -> Expected:
         if self.victim == "worker":

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
+import signal
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from temporalio.service import RPCError
 
 from settings import Mistake
 from tests.chaos.checks import violations
+from tests.chaos.disturbances import ON_CLOCKS, ON_DISKS
 from tests.chaos.rounds import Round
 from tests.chaos.world import World
 
@@ -26,11 +31,51 @@ ANSWER_WITHIN = {"local": 1.0, "ssh": 2.0}
 """Seconds: a login forks five processes where a local session is one."""
 
 
+async def end_by_signal(program: Coroutine[Any, Any, int]) -> int:
+    """Run a program that leaves no process and no mount behind when it is interrupted (SIGINT, SIGTERM)."""
+    task, loop = asyncio.ensure_future(program), asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if not task.cancelling():  # a second signal would interrupt the tidying up
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 130
+
+
 @dataclass
 class Tally:
     passed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
     failed: dict[Cell, int] = field(default_factory=lambda: defaultdict(int))
     reports: list[str] = field(default_factory=list)
+    file: Path | None = None
+    """Where each round that was played is written down, so that a run that was interrupted goes on."""
+
+    def restore(self) -> set[tuple[Cell, int]]:
+        """Count the rounds that were played before; return them, by cell and seed."""
+        played = set()
+        if self.file is not None and self.file.exists():
+            for line in self.file.read_text().splitlines():
+                phase, victim, seed, report = json.loads(line)
+                played.add(((phase, victim), seed))
+                self._count((phase, victim), report)
+        return played
+
+    def add(self, cell: Cell, seed: int, report: str | None) -> None:
+        """Count a round; `report` says why it failed."""
+        self._count(cell, report)
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(json.dumps((*cell, seed, report)) + "\n")
+
+    def _count(self, cell: Cell, report: str | None) -> None:
+        (self.passed if report is None else self.failed)[cell] += 1
+        if report is not None:
+            self.reports.append(report)
 
 
 async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
@@ -45,12 +90,11 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
     except (AssertionError, TimeoutError) as error:
         found = [str(error) or f"it took longer than {LONGEST_ROUND:g} s: {traceback.format_exc()}"]
     if not found:
-        tally.passed[cell] += 1
+        tally.add(cell, seed, None)
     else:
-        tally.failed[cell] += 1
         kept = await keep(world, round, found, seed)
         name = round.job.name if hasattr(round, "job") else "-"
-        tally.reports.append(f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}")
+        tally.add(cell, seed, f"{phase} × {victim}, seed of the round {seed}, job {name}: {'; '.join(found)}\n    kept in {kept}")
         print(f"FAILED {tally.reports[-1]}", flush=True)
     if hasattr(round, "job"):
         await world.tidy(round.job)
@@ -60,6 +104,7 @@ async def play(world: World, cell: Cell, seed: int, tally: Tally) -> bool:
 async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
     """Copy what explains a failure, before the world is tidied."""
     folder = world.folder.parent / "failures" / f"{round.phase}-{round.victim.replace(' ', '-')}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)  # of the same round in a run that was interrupted
     folder.mkdir(parents=True)
     (folder / "round.txt").write_text("\n".join((*round.log, "", *found)) + "\n")
     for name in ("worker.log", "server.log"):
@@ -80,11 +125,21 @@ async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
 
 
 async def work(
-    number: int, folder: Path, queue: list[tuple[Cell, int]], tally: Tally, until: float, backend: str = "local", apart: bool = False
+    number: int,
+    folder: Path,
+    queue: list[tuple[Cell, int]],
+    tally: Tally,
+    until: float,
+    backend: str = "local",
+    apart: bool = False,
+    answer_within: float | None = None,
 ) -> None:
-    """One world that plays rounds until none is left."""
-    place = folder / f"world-{number}"
-    async with World(place, number, backend=backend, apart=apart, answer_within=ANSWER_WITHIN[backend]) as world:
+    """One world that plays rounds until none is left. `answer_within`: seconds; None: as the backend's nodes need on an idle machine."""
+    place, victims = folder / f"world-{number}", {victim for (_, victim), _ in queue}
+    shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
+    needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}
+    within = answer_within or ANSWER_WITHIN[backend]
+    async with World(place, number, backend=backend, apart=apart, answer_within=within, **needs) as world:
         while queue and time.monotonic() < until:
             cell, seed = queue.pop(0)
             begun = time.monotonic()

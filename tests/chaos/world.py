@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from temporalio.client import Client
 from temporalio.service import RPCError
@@ -34,7 +34,12 @@ from recovery.model import Incident, JobState
 from recovery.policy import Policy, resolve
 from recovery.spec import JobSpec
 from settings import Mistake
+from tests.chaos.clocks import Clocks
+from tests.chaos.disks import Disk
 from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
+
+if TYPE_CHECKING:
+    from tests.chaos.rival import Rival
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = Path(__file__).with_name("rank.py")
@@ -265,7 +270,17 @@ class World:
     """Of the backend `ecs`: more of the fleet file's `ecs`."""
     delay: float = 0.0
     """Seconds by which each byte between the controller and nodes of the backend `ssh` is late."""
+    disks: bool = False
+    """Whether each node's state folder is on a separate disk."""
+    clocks: bool = False
+    """Whether the clocks of the worker and of nodes of the backend `ssh` can be stepped."""
+    clocks_of: dict[str, Clocks] = field(default_factory=dict)
+    """By `worker` and by node."""
+    disks_of: dict[str, Disk] = field(default_factory=dict)
+    rival: Rival | None = None
+    """Another server with the same names and nodes, where a round has needed one."""
     places: Places = field(init=False)
+    fleet_file: Path = field(init=False)
     server: Process = field(init=False)
     worker: Process = field(init=False)
     client: Client = field(init=False)
@@ -275,27 +290,19 @@ class World:
 
     async def __aenter__(self) -> World:
         self.folder.mkdir(parents=True, exist_ok=True)
-        state, fleet = self.folder / "state", self.folder / "chaos.yaml"
+        state, self.fleet_file = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
         addresses = {name: self.address(name) for name in self.names}
+        if self.clocks:
+            self.clocks_of = {whose: Clocks(self.folder / "clocks" / whose) for whose in ("worker", *self.names)}
         self.places = self._places(addresses)
-        named, more = self.places.described()
-        told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
-        lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
-        # JSON, which is YAML too.
-        head = [
-            f"name: {FLEET}",
-            f"backend: {self.backend}",
-            f"repairs: {self.repairs}",
-            *(f"{k}: {json.dumps(v)}" for k, v in more.items()),
-        ]
-        fleet.write_text("\n".join((*head, "nodes:", *lines)) + "\n")
+        self.write_fleet()
         port, ui = free_port(), free_port()
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))},
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
             "RELAUNCH_STATE": str(state),
-            "RELAUNCH_FLEETS": str(fleet),
+            "RELAUNCH_FLEETS": str(self.fleet_file),
             "RELAUNCH_ANSWER_WITHIN": str(self.answer_within),
             **self.places.environment,
         }
@@ -314,7 +321,8 @@ class World:
         ]
         self.server = Process("server", command, self.environment, self.folder / "server.log")
         command = [*self.places.within, sys.executable, str(ROOT / "worker.py")]
-        self.worker = Process("worker", command, self.environment, self.folder / "worker.log")
+        clock = self.clocks_of["worker"].variables if self.clocks else {}
+        self.worker = Process("worker", command, {**self.environment, **clock}, self.folder / "worker.log")
         try:
             await self.places.serve(port)
             await self.server.start()
@@ -331,15 +339,52 @@ class World:
             raise
         return self
 
+    def write_fleet(self, nodes: Mapping[str, Mapping[str, object] | None] | None = None, **changes: Mapping[str, object]) -> None:
+        """Write the fleet file, with changes to lines of nodes by name (None: left out), and to objects such as `ssh`."""
+        given = nodes or {}
+        named, more = self.places.described()
+        told = [{**one, "spare": str(i >= self.nodes).lower(), "gpus": self.gpus} for i, one in enumerate(named)]
+        told = [{**one, **(given.get(str(one["name"])) or {})} for one in told if given.get(str(one["name"]), {}) is not None]
+        lines = [f"  - {{{', '.join(f'{key}: {value}' for key, value in one.items())}}}" for one in told]
+        more = {key: {**value, **changes.get(key, {})} if isinstance(value, dict) else value for key, value in more.items()}
+        # JSON, which is YAML too.
+        head = [
+            f"name: {FLEET}",
+            f"backend: {self.backend}",
+            f"repairs: {self.repairs}",
+            *(f"{k}: {json.dumps(v)}" for k, v in more.items()),
+        ]
+        self.fleet_file.write_text("\n".join((*head, "nodes:", *lines)) + "\n")
+
+    async def run_starter(self, *words: str) -> tuple[int, str]:
+        """Run the command line; return its exit code and what it printed."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(ROOT / "starter.py"),
+            *words,
+            env={**self.environment, "RELAUNCH_NO_WARM": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        out, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, out.decode()
+
     def _places(self, addresses: dict[str, str]) -> Places:
+        prepare = self._mount_disk if self.disks else None
         if self.backend == "ssh":
-            return SshPlaces(self.folder, addresses, self.apart, self.delay)
+            clocks = {name: clocks.variables for name, clocks in self.clocks_of.items()}
+            return SshPlaces(self.folder, addresses, self.apart, self.delay, prepare, clocks)
         if self.backend == "ecs":
             # Here and not above: other worlds need not wait for the import of moto.
             from tests.chaos.ecs_places import EcsPlaces
 
             return EcsPlaces(self.folder, addresses, self.gpus, **self.options)
-        return LocalPlaces(self.folder, addresses)
+        return LocalPlaces(self.folder, addresses, prepare)
+
+    def _mount_disk(self, name: str, state: Path) -> None:
+        self.disks_of[name] = Disk(self.folder / "disks" / name, state)
 
     async def worker_elsewhere(self) -> Process:
         """Start another worker, on another machine: nothing that the first one has written is there."""
@@ -354,8 +399,12 @@ class World:
     async def __aexit__(self, *_: object) -> None:
         for worker in (self.worker, *self.others):
             await worker.end()
+        for disk in self.disks_of.values():
+            disk.thaw()
         await self.places.close()
         await self.server.end()
+        for disk in self.disks_of.values():
+            disk.close()
 
     @property
     def names(self) -> list[str]:
@@ -399,8 +448,25 @@ class World:
         self.made.append(job)
         return job
 
+    async def vouch_for_nodes(self) -> None:
+        """Release every node, so that what rounds did to it is not held against it in the next one."""
+        # Here and not above: only rounds need it.
+        from activities.fleet import FLEET_ID_PREFIX
+
+        fleet = self.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}")
+        message = {"because": "the round is over", "by": "chaos"}
+        with contextlib.suppress(RPCError):  # no fleet runs yet
+            for name in self.names:
+                await fleet.signal("release", {"node": name, **message})
+            await fleet.signal("resume", message)
+
     async def tidy(self, job: Job) -> None:
         """Make the nodes as good as new, whatever became of the job."""
+        for disk in self.disks_of.values():
+            disk.thaw()
+            disk.free()
+        for clocks in self.clocks_of.values():
+            clocks.reset_wall()
         for name in self.names:
             self.places.heal(name)
         for process in (self.server, self.worker):
@@ -418,6 +484,7 @@ class World:
             self.places.reboot(name)
             for what in ("jobs", "failpoints"):
                 shutil.rmtree(self.node(name) / what, ignore_errors=True)
+        await self.vouch_for_nodes()
 
 
 def chaos_policy(times: Mapping[str, str] | None = None, **changes: Any) -> Policy:

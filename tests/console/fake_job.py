@@ -11,6 +11,7 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from recovery.causes import Cause
+    from recovery.fleet.model import Living, NodeLook
     from recovery.model import DecisionRecord, Incident, JobState, Phase, Slot
     from recovery.policy import preset
     from recovery.spec import JobSpec
@@ -87,6 +88,13 @@ class FakeTrainingJob:
     @workflow.query
     def state(self) -> JobState:
         return self._state
+
+
+@activity.defn
+async def look_at_nodes(input: dict[str, Any]) -> tuple[NodeLook, ...]:
+    """Only local-2 answers."""
+    living = (Living("llama", 1, 1),)
+    return tuple(NodeLook(node, living=living) if node == "local-2" else NodeLook(node, "no route to host") for node in input["nodes"])
 
 
 @activity.defn

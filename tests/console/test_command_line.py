@@ -24,7 +24,7 @@ from connection import data_converter, ensure_namespace, process_started, runnin
 from console import jobs
 from console.service import find_server
 from settings import Mistake
-from tests.console.fake_job import FakeTrainingJob, incident, read_incidents, read_logs
+from tests.console.fake_job import FakeTrainingJob, incident, look_at_nodes, read_incidents, read_logs
 from workflows.messages import TASK_QUEUE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
     async with environment:
         client = environment.client
         await ensure_namespace(client)
-        activities: list[Callable[..., Any]] = [read_logs, read_incidents]
+        activities: list[Callable[..., Any]] = [read_logs, read_incidents, look_at_nodes]
         async with Worker(client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=activities):
             yield Place(client, client.service_client.config.target_host, tmp_path)
 
@@ -142,7 +142,11 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
     assert json.loads((await place.starter("next", "llama", "--json")).out) == {"what": "nodes are acquired", "at": None}
 
     assert (await place.starter("retry", "llama", "--avoid", "local-2", "--because", "slow")).code == 0
-    told = await place.starter("nodes", "declare-dead", "local-2", "--because", "unplugged")
+    alive = await place.starter("nodes", "declare-dead", "local-2", "--because", "unplugged")
+    one_sentence(alive, "node local-2 answered just now", "ranks of job llama live there", "--force declares it dead all the same")
+    for reason in ("", "  "):
+        one_sentence(await place.starter("nodes", "declare-dead", "local-2", "--because", reason, "--force"), "--because is empty")
+    told = await place.starter("nodes", "declare-dead", "local-2", "--because", "unplugged", "--force")
     assert (told.code, told.out) == (0, "node local-2 is dead: told llama\n"), told
     one_sentence(await place.starter("nodes", "declare-dead", "n9", "--because", "x"), "n9", "no running job")
     now = await jobs.look(place.client, "llama")

@@ -7,15 +7,36 @@ from datetime import timedelta
 
 from recovery.causes import Cause
 from recovery.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
-from recovery.events import LeaveAsked, LeaveDue, NodesAcquired, NodesMissing, RetryRequested, Submitted
+from recovery.events import CancelRequested, LeaveAsked, LeaveDue, NodesAcquired, NodesMissing, RetryRequested, Submitted
 from recovery.fleet.messages import Place
-from recovery.model import Avoided, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
+from recovery.incidents import MAX_FAULTS, add_unhealthy_nodes, open_incident
+from recovery.model import Avoided, Diagnosis, FaultRecord, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
 from recovery.ranks import keep_places, rank_environments, seat
-from tests.recovery.builders import T0, at, exited, fault, new_job, play, running, step
+from tests.recovery.builders import (
+    T0,
+    at,
+    back,
+    died,
+    exited,
+    fault,
+    found,
+    gone,
+    hung,
+    new_job,
+    play,
+    policy,
+    running,
+    sick,
+    step,
+    this,
+    walk,
+    xid,
+)
 
 
 def incident(generation: int = 1, cause: Cause = Cause.GPU_FATAL, nodes: tuple[str, ...] = ("n2",), **changes: object) -> Incident:
-    made = Incident(T0, generation, cause, "Xid 79 on n2", nodes=nodes, gpus=("0000:05:00",), code="Xid 79")
+    fault = FaultRecord(T0, generation, cause, "Xid 79 on n2", nodes, gpus=("0000:05:00",), code="Xid 79")
+    made = Incident(T0, generation, cause, "Xid 79 on n2", nodes=nodes, gpus=fault.gpus, code="Xid 79", faults=(fault,))
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -78,6 +99,114 @@ def test_a_rung_that_isolates_is_told_from_a_person_who_avoids() -> None:
     assert [(one.node, one.isolated) for one in job.avoided] == [("n2", True)]
     job, _ = step(running(), RetryRequested("", "ada", ("n2",)))
     assert [(one.node, one.isolated) for one in job.avoided] == [("n2", False)]
+
+
+# --- several faults in one incident
+
+
+def told_of(job: JobState) -> list[tuple[str, int, Cause, bool]]:
+    return [(one.node, one.generation, one.cause, one.isolate) for one in suspects(job)]
+
+
+def test_a_second_bad_node_in_one_incident_is_told_at_once() -> None:
+    job = walk(
+        running(nodes=3),
+        (sick(xid(79)), "REPLACE_NODE without n2 avoiding n2"),
+        (sick(xid(79), node="n1", rank=0), "REPLACE_NODE without n1 avoiding n1"),
+    )
+    assert told_of(job) == [("n2", 1, Cause.GPU_FATAL, True), ("n1", 2, Cause.GPU_FATAL, True)]
+    assert job.incident is not None
+    assert (job.incident.nodes, job.incident.generation) == (("n2", "n1"), 1)
+    assert [(one.generation, one.nodes) for one in job.incident.faults] == [(1, ("n2",)), (2, ("n1",))]
+    assert claim(job, 9).suspects == suspects(job)
+
+
+def test_a_node_that_only_an_examination_finds_is_told() -> None:
+    ladder = {"UNKNOWN": [{"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True}]}
+    job = walk(
+        running(nodes=3, policy=policy(causes=ladder)),
+        (died(), "EXAMINE n2"),
+        (found(n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"),
+        (died(node="n1", rank=0), "EXAMINE n1"),
+        (found(n1="UNHEALTHY"), "REPLACE_NODE without n1 avoiding n1"),
+    )
+    assert told_of(job) == [("n2", 1, Cause.UNKNOWN, True), ("n1", 2, Cause.UNKNOWN, True)]
+    job = walk(
+        running(nodes=3, policy=policy(causes={"HANG": ladder["UNKNOWN"]})),
+        (hung(), "EXAMINE n1 n2 n3"),
+        (found(n1="HEALTHY", n2="HEALTHY", n3="UNHEALTHY"), "REPLACE_NODE without n3 avoiding n3"),
+    )
+    assert [one for one in told_of(job) if one[3]] == [("n3", 1, Cause.HANG, True)]
+    assert job.incident is not None and "n3 examined: UNHEALTHY" in job.incident.faults[-1].reason
+
+
+def test_an_examination_without_an_incident_adds_nothing() -> None:
+    job = running()
+    suspected_fault = Diagnosis(Cause.HANG, "step 7 has not changed")
+    assert add_unhealthy_nodes(job, suspected_fault, ("n1",), "n1 examined: UNHEALTHY", T0) is job
+
+
+def test_the_faults_of_a_long_incident_are_bounded_and_the_first_ones_stay() -> None:
+    job = running(policy=policy(no_progress_stop="off", no_progress_ask="off", max_restarts=100))
+    for number in range(3 * MAX_FAULTS):
+        job = open_incident(
+            replace(job, generation=number),
+            Diagnosis(Cause.APPLICATION, f"fault {number}", nodes=(f"n{number}",)),
+            at(number),
+            at(number),
+        )
+        again = open_incident(job, Diagnosis(Cause.APPLICATION, "again", nodes=(f"n{number}",)), at(number), at(number))
+        assert again == job, "the same fault of one generation is one"
+    assert job.incident is not None
+    kept = [one.generation for one in job.incident.faults]
+    half = MAX_FAULTS // 2
+    assert kept == [*range(half), *range(3 * MAX_FAULTS - half, 3 * MAX_FAULTS)]
+    assert job.incident.dropped_faults == 2 * MAX_FAULTS
+
+
+def test_a_node_that_has_to_be_examined_is_told_however_many_faults_follow() -> None:
+    job = replace(
+        running(),
+        incidents=tuple(incident(number, nodes=(f"n{number}",)) for number in range(1, 30)),
+        avoided=(Avoided("n3", "Xid 79", T0, isolated=True), Avoided("n29", "Xid 79", T0, isolated=True)),
+    )
+    assert [one.node for one in suspects(job)] == ["n3", *(f"n{number}" for number in range(22, 30))]
+
+
+# --- nodes that were lost
+
+
+def test_a_node_that_comes_back_with_nothing_stopped_is_not_charged() -> None:
+    job = walk(running(), (gone(), "WAIT NODE_LOST"))
+    assert suspects(job) == (), "nothing was stopped for it yet"
+    job = walk(job, (back(), "WAIT RUNNING"))
+    assert suspects(job) == ()
+    assert [one.withdrawn for one in job.incidents[0].faults] == ["n2 answers again, and nothing was stopped"]
+
+
+def test_a_node_that_is_left_behind_is_charged() -> None:
+    job = walk(running(), (gone(), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n2"))
+    assert [(node, cause) for node, _, cause, _ in told_of(job)] == [("n2", Cause.NODE_LOST)] * 1
+
+
+def test_a_loss_that_a_cancel_ends_charges_no_node_and_one_that_fails_the_job_does() -> None:
+    lost = walk(running(), (gone(), "WAIT NODE_LOST"))
+    cancelled = walk(lost, (this(CancelRequested("", "ada")), "CANCELLED 130"))
+    assert suspects(cancelled) == ()
+    failed = replace(lost, ending=Stop(Phase.FAILED, "denied", 1))
+    assert [one.node for one in suspects(failed)] == ["n2"]
+
+
+def test_a_node_that_comes_back_while_another_fault_is_open_is_not_charged() -> None:
+    job = walk(
+        running(nodes=3),
+        (sick(xid(79)), "REPLACE_NODE without n2 avoiding n2"),
+        (gone("n1"), "WAIT NODE_LOST"),
+        (back("n1"), "WAIT RUNNING"),
+    )
+    assert told_of(job) == [("n2", 1, Cause.GPU_FATAL, True)]
+    again = walk(job, (gone("n1"), "WAIT NODE_LOST"), (hung(), "REPLACE_NODE without n1"))
+    assert ("n1", 2, Cause.NODE_LOST, False) in told_of(again), "what was withdrawn once is told when it is acted on"
 
 
 # --- leaving

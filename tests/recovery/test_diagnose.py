@@ -268,6 +268,7 @@ def test_what_fails_while_a_node_is_lost_is_laid_to_the_loss() -> None:
         ("command_not_found", Cause.USER_INPUT, ("n1",)),
         ("workdir_missing", Cause.USER_INPUT, ("n1",)),
         ("stuck", Cause.NODE_FAULT, ("n1",)),
+        ("disk_full", Cause.NODE_FAULT, ("n1",)),
         ("held", Cause.PLATFORM, ("n1",)),
         ("rebooting", Cause.PLATFORM, ("n1",)),
         ("expired", Cause.PLATFORM, ()),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from recovery.decide import is_stale
 from recovery.events import (
     CancelRequested,
     DeadlinePassed,
@@ -24,11 +25,12 @@ from recovery.events import (
     RepairEnded,
     RetryRequested,
     StepReached,
+    SubmissionRaised,
     Submitted,
 )
 from recovery.evolve import changed_keys
 from recovery.incidents import KEPT_DECISIONS
-from recovery.model import Ignore, JobState, Progress
+from recovery.model import Ignore, JobState, Next, Progress
 from recovery.policy import Strategy
 from tests.recovery.builders import (
     T0,
@@ -213,3 +215,25 @@ def test_a_repair_that_waits_for_a_person_says_so_on_the_page_of_the_job_that_wa
     job, decision = step(repairing(), asks)
     assert isinstance(decision, Ignore) and (job.next.what, job.next.at) == ("may n2 be treated with RESET_GPU?", at(600))
     assert step(running(), asks)[0].next == running().next, "whoever waits for no repair is asked nothing"
+
+
+def test_a_repair_that_has_its_answer_asks_no_longer_and_its_deadline_still_counts() -> None:
+    before = repairing()
+    asks = RepairAsks("n2", "may n2 be treated with RESET_GPU?", at(600))
+    other = RepairAsks("n1", "may n1 be treated with RESET_GPU?", at(900))
+    job, _ = play(before, asks, other)
+    assert job.next == Next(other.question, other.until)
+    job, _ = step(job, RepairAsks("n1", ""))
+    assert job.next == Next(asks.question, asks.until), "the other one has no answer yet"
+    assert before.next.at is not None
+    assert is_stale(job, DeadlinePassed(at(900))) and not is_stale(job, DeadlinePassed(before.next.at))
+    job, _ = step(job, RepairAsks("n2", ""))
+    assert job.next == before.next
+
+
+def test_a_submission_is_numbered_anew_only_before_it_has_nodes() -> None:
+    job, decision = step(new_job(), SubmissionRaised(5001))
+    assert isinstance(decision, Ignore) and job.submission == 5001
+    assert job.notices == ("the server's clock was set back: this submission is numbered after the last one",)
+    assert step(job, SubmissionRaised(17))[0].submission == 5001
+    assert step(running(), SubmissionRaised(5001))[0].submission == running().submission

@@ -546,7 +546,7 @@ def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
     assert desk.state.notices[-1].endswith("n2: nobody told within 3 h how repair/gpus/n2/r1 ended")
 
 
-def test_a_person_s_quarantine_outlasts_the_fleet_s_repair_but_not_one_that_a_person_ordered() -> None:
+def test_a_person_s_quarantine_outlasts_every_repair_and_ends_with_a_release() -> None:
     desk = Desk()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     desk.go(began("n1"), QuarantineAsked("n1", "a technician comes", "grace"), ended("n1"))
@@ -554,6 +554,9 @@ def test_a_person_s_quarantine_outlasts_the_fleet_s_repair_but_not_one_that_a_pe
     desk.go(began("n1", "r2", by="grace"), ended("n1", "refused", "r2", by="grace"))
     assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
     desk.go(began("n1", "r3", by="grace"), ended("n1", "done", "r3", by="grace"))
+    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
+    assert desk.node("n1").verdict is Verdict.HEALTHY
+    desk.go(ReleaseAsked("n1", "the technician was there", "grace"))
     assert desk.node("n1").standing is Standing.IN_SERVICE
 
 
@@ -696,3 +699,27 @@ def test_every_grant_answers_the_newest_claim() -> None:
     desk = Desk()
     desk.learn(Claimed(Claim("a", 1, 1, 2)), Claimed(Claim("a", 1, 2, 1)))
     assert desk.settle() == [TellJob("a", Grant(1, 2, "granted", (Place("n1", "10.0.0.1"),), "n1 joined"))]
+
+
+# --- a server whose clock was set back between two submissions
+
+
+def test_a_submission_that_is_numbered_lower_than_one_before_is_told_so_and_takes_a_higher_number() -> None:
+    desk = Desk()
+    desk.claim("a", 2, submission=5000)
+    desk.claim("a", 0, seq=2, submission=5000)
+    desk.claim("a", 1, submission=4000)
+    [behind] = desk.grants("behind").values()
+    assert (behind.submission, behind.seq, behind.above) == (4000, 1, 5000)
+    assert desk.state.claims == () and desk.wait(seconds=1) == [], "it is told once for each claim"
+    desk.claim("a", 1, seq=2, submission=5001)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_a_late_word_of_a_submission_that_has_ended_changes_nothing() -> None:
+    desk = Desk()
+    desk.claim("a", 2, submission=5000)
+    before = desk.state.claims
+    desk.claim("a", 4, seq=9, submission=4000)
+    assert desk.state.claims == before
+    assert [(grant.submission, grant.seq) for grant in desk.grants("behind").values()] == [(4000, 9)], "which no job takes for its own"

@@ -11,11 +11,23 @@ import pytest
 from recovery.causes import Cause
 from recovery.evidence import Verdict
 from recovery.fleet import learn
-from recovery.fleet.facts import Applied, Fact, JobsFound, PauseAsked, QuarantineAsked, ReleaseAsked, Remembered, ResumeAsked
+from recovery.fleet.facts import (
+    Applied,
+    Claimed,
+    Fact,
+    JobsClosed,
+    JobsFound,
+    PauseAsked,
+    QuarantineAsked,
+    Reclaimed,
+    ReleaseAsked,
+    Remembered,
+    ResumeAsked,
+)
 from recovery.fleet.memory import memory
-from recovery.fleet.messages import Place
-from recovery.fleet.model import Breaker, NodeRecord, Standing
-from recovery.fleet.orders import StartRepair, TellRepair
+from recovery.fleet.messages import Claim, Place
+from recovery.fleet.model import Breaker, Living, NodeRecord, Standing
+from recovery.fleet.orders import AskToClaim, Reclaim, StartRepair, TellRepair
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 GRACE = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))
@@ -72,11 +84,12 @@ def test_a_node_that_was_under_repair_is_a_suspect_again_and_one_with_faults_kee
     assert [(mark.submission, mark.generation) for mark in later.node("n3").marks] == [(1, 1), (2, 2)]
 
 
-def test_claims_and_looks_are_not_remembered_and_neither_is_what_is_as_it_is_in_the_file() -> None:
+def test_looks_are_not_remembered_and_neither_is_what_is_as_it_is_in_the_file() -> None:
     desk = Desk()
     desk.claim("a", 2)
-    assert memory(desk.state) == Remembered()
-    assert anew(memory(desk.state)).state.notices == ()
+    known = memory(desk.state)
+    assert (known.nodes, known.breaker, known.lost) == ((), Breaker(), "")
+    assert anew(known).state.notices == ()
 
 
 def test_a_node_that_had_left_the_file_is_not_remembered_for_that() -> None:
@@ -110,7 +123,7 @@ def test_who_keeps_what_it_has_does_not_wait_for_it() -> None:
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
 
-def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_changes_nothing() -> None:
+def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over_all_the_same() -> None:
     desk = Desk(begun=False)
     desk.go(Applied("act", desk.specs, desk.limits), JobsFound(()))
     assert desk.wakes_in() == 15
@@ -119,8 +132,12 @@ def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_changes_nothi
     assert desk.granted() == {"a": ["n1"]}
     forgotten = "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten"
     assert desk.state.notices == (f"2026-03-01T12:00+00:00 {forgotten}",)
+    assert desk.state.restore_error == "it did not say so within 15 s"
     desk.go(before(GRACE))
-    assert standings(desk) == {}
+    assert standings(desk) == {"n1": Standing.QUARANTINED}
+    assert desk.state.restore_error == ""
+    desk.go(before(QuarantineAsked("n2", "a fan", "grace")))
+    assert standings(desk) == {"n1": Standing.QUARANTINED}, "once"
 
 
 def test_it_is_not_asked_for_before_the_fleet_has_nodes() -> None:
@@ -218,3 +235,171 @@ def test_what_is_lost_of_the_run_before_is_said_to_people() -> None:
     state = anew(Remembered(lost="its workers are gone")).state
     assert state.remembered and len(state.notices) == 1
     assert state.notices[0].endswith("is not to be had, and has to be said again: its workers are gone")
+
+
+# --- who held which nodes
+
+
+def died_with_its_fleet() -> Desk:
+    """Job a runs on n1 and n2; its workflow and its fleet's are terminated while n2 is cut off from everybody."""
+    desk = Desk(*nodes("n1", "n2", "n3", "n4", gpus=8))
+    desk.claim("a", 2)
+    desk.claim("a", 2, seq=2, running=True, keep=("n1", "n2"))
+    return desk
+
+
+def cut_off(known: Remembered | None, jobs: tuple[str, ...] = ("a",)) -> Desk:
+    """The fleet that comes after, which n2 does not answer."""
+    desk = Desk(begun=False)
+    desk.now += timedelta(seconds=1)
+    desk.silent["n2"] = "no route to host"
+    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.go(Applied("act", desk.specs, desk.limits), JobsFound(jobs), *([known] if known is not None else []))
+    return desk
+
+
+def test_a_resubmitted_job_is_told_of_the_silent_node_that_only_the_run_before_knew() -> None:
+    known = memory(died_with_its_fleet().state)
+    desk = cut_off(known)
+    desk.claim("a", 2, submission=2)
+    grant = desk.grants()["a"]
+    assert "n2" not in [place.node for place in grant.places]
+    assert grant.holding == ("n1", "n2"), "it stops the ranks on n1, and waits until those on n2 have fenced themselves"
+
+
+def test_a_claim_that_came_before_the_memory_is_told_of_it_as_well() -> None:
+    desk = cut_off(None)
+    desk.claim("a", 2, submission=2)
+    assert desk.granted() == {}
+    desk.go(memory(died_with_its_fleet().state))
+    assert desk.grants()["a"].holding == ("n1", "n2")
+
+
+def test_nodes_of_a_job_that_has_ended_are_kept_and_cleaned_by_the_fleet_that_comes_after() -> None:
+    desk = cut_off(memory(died_with_its_fleet().state), jobs=())
+    desk.claim("b", 3)
+    assert desk.granted() == {}
+    desk.go(JobsClosed((("a", 1),)))
+    assert desk.of(Reclaim) == [Reclaim("a", 1, ("n1", "n2"))]
+    desk.living.clear()
+    desk.go(Reclaimed("a", 1, ("n1",)))
+    assert desk.granted() == {"b": ["n1", "n3", "n4"]}
+    assert [place.node for place in desk.record("a").places] == ["n2"]
+
+
+def test_a_job_that_runs_is_asked_although_the_run_before_knew_what_it_held() -> None:
+    desk = cut_off(memory(died_with_its_fleet().state))
+    assert desk.of(AskToClaim) == [AskToClaim("a")]
+    desk.claim("a", 3, seq=3, running=True, keep=("n1", "n3", "n4"))
+    assert [place.node for place in desk.record("a").places] == ["n1", "n3", "n4"], "what it says itself counts"
+    assert not desk.record("a").restored
+
+
+def test_a_claim_of_the_same_submission_keeps_what_an_earlier_one_left_behind() -> None:
+    before = died_with_its_fleet()
+    before.claim("a", 2, submission=2)
+    assert before.grants()["a"].holding == ("n1", "n2")
+    unheard = cut_off(None)
+    unheard.claim("a", 2, submission=2, seq=2)
+    unheard.go(memory(before.state))
+    assert unheard.grants()["a"].holding == ("n1", "n2"), "it has not heard of its first grant"
+    heard = cut_off(None)
+    heard.claim("a", 2, submission=2, seq=2, running=True, keep=("n1", "n3"), holds=("n1", "n3"))
+    heard.go(memory(before.state))
+    assert heard.record("a").inherited == ()
+
+
+def test_a_job_that_gave_everything_back_since_leaves_what_it_never_knew_of() -> None:
+    known = memory(died_with_its_fleet().state)
+    same = cut_off(None)
+    same.claim("a", 0, seq=3)
+    same.go(known)
+    assert same.state.claims == (), "it knew what it held, and holds it no more"
+    later = cut_off(None)
+    later.claim("a", 0, submission=2)
+    later.go(known)
+    assert [place.node for place in later.record("a").places] == ["n1", "n2"]
+    assert later.of(Reclaim) == [Reclaim("a", 2, ("n1", "n2"))]
+
+
+def test_runs_that_ended_before_they_had_restored_hand_on_what_those_before_them_knew() -> None:
+    first, second = died_with_its_fleet(), Desk(begun=False)
+    second.learn(Applied("act", second.specs, second.limits))
+    second.learn(Claimed(Claim("b", 1, 1, 1, holds=(Place("n3"),))))
+    known = memory(second.state, first.state)
+    assert {record.claim.job: [place.node for place in record.places] for record in known.claims} == {"a": ["n1", "n2"], "b": ["n3"]}
+
+
+def test_what_lived_on_a_node_when_it_answered_last_counts_while_it_is_silent() -> None:
+    desk = Desk()
+    desk.living["n2"] = (Living("a", 1, 1),)
+    desk.look()
+    desk.silent["n2"] = "no route to host"
+    desk.look()
+    desk.look()
+    desk.claim("a", 2, submission=2)
+    assert desk.grants()["a"].holding == ("n2",)
+    desk.go(Reclaimed("a", 1, ("n2",)))
+    assert desk.node("n2").last_living == ()
+    del desk.silent["n2"]
+    desk.look()
+    assert desk.node("n2").last_living == ()
+
+
+# --- a fleet whose memory is lost
+
+
+LOST = "run r1 was of workers on task queue q1"
+
+
+def test_a_job_that_may_have_ranks_on_a_silent_node_waits_where_what_was_known_is_lost() -> None:
+    desk = cut_off(Remembered(lost=LOST), jobs=())
+    desk.claim("a", 1, submission=2)
+    assert desk.granted() == {}
+    said = desk.grants("waiting")["a"].because
+    assert "n2 has not answered since fleet gpus began" in said and LOST in said
+    assert "take a node that is off for good out of the fleet file" in said
+    desk.wait(seconds=60)
+    assert desk.granted() == {}, "nothing bounds how long ranks may go on that nobody knows"
+    assert desk.state.notices[-1].endswith(LOST) and len(desk.state.notices) == 1
+    del desk.silent["n2"]
+    desk.living["n2"] = (Living("a", 1, 1),)
+    desk.wait(seconds=60)
+    assert desk.grants()["a"].holding == ("n1", "n2")
+
+
+def test_a_silent_node_that_is_taken_out_of_the_file_is_not_waited_for() -> None:
+    desk = cut_off(Remembered(lost=LOST), jobs=())
+    desk.claim("a", 1, submission=2)
+    desk.go(Applied("act", nodes("n1", "n3", "n4"), desk.limits))
+    assert "a" in desk.granted()
+
+
+def test_a_job_that_was_granted_nodes_before_does_not_wait_for_silent_ones() -> None:
+    desk = cut_off(Remembered(lost=LOST))
+    desk.claim("a", 2, running=True, keep=("n1",), holds=("n1",))
+    assert desk.granted() == {"a": ["n1", "n3"]}
+    desk.claim("b", 1, holds=("n4",))
+    assert desk.granted() == {"b": ["n4"]}
+
+
+def test_without_a_run_before_only_a_job_whose_ranks_are_seen_elsewhere_waits_for_silent_nodes() -> None:
+    desk = cut_off(Remembered(), jobs=())
+    desk.claim("b", 1)
+    assert desk.granted() == {"b": ["n3"]}
+    desk.claim("a", 1, submission=2)
+    assert desk.granted() == {}
+    assert "what the fleet knew before is lost." in desk.grants("waiting")["a"].because
+    desk.living.clear()
+    desk.wait(seconds=60)
+    assert "a" in desk.granted()
+
+
+def test_what_is_lost_at_first_is_taken_over_when_it_can_be_had() -> None:
+    desk = cut_off(Remembered(lost=LOST))
+    desk.claim("a", 2, submission=2)
+    desk.go(Remembered(lost=LOST))
+    assert desk.granted() == {}
+    desk.go(memory(died_with_its_fleet().state))
+    assert desk.grants()["a"].holding == ("n1", "n2")
+    assert desk.state.restore_error == ""

@@ -48,7 +48,8 @@ def calls(machine: Machine) -> list[dict[str, Any]]:
 
 def reboots(machine: Machine) -> list[dict[str, Any]]:
     """The agent's own journal."""
-    return [json.loads(line) for line in machine.ssh("cat /var/tmp/relaunch-*/*/reboots.jsonl 2>/dev/null || true").splitlines()]
+    files = " ".join(f"/var/{root}/relaunch-*/*/reboots.jsonl" for root in ("lib", "tmp"))
+    return [json.loads(line) for line in machine.ssh(f"cat {files} 2>/dev/null || true").splitlines()]
 
 
 def fail(machine: Machine) -> None:

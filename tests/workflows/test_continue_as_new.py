@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.enums.v1 import EventType
+from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client
 
@@ -53,6 +54,30 @@ async def test_a_signal_that_is_sent_while_the_job_continues_as_new_is_not_lost(
         assert sorted((o.node, o.token.generation) for o in starts) == [("n1", 1), ("n1", 2), ("n2", 1), ("n2", 2)]
         await job.handle.signal("cancel")
         await job.result()
+
+
+async def test_a_claim_that_the_fleet_asks_for_while_the_job_continues_as_new_is_told(make_short_rig: MakeRig) -> None:
+    async with make_short_rig(Script((Progress(hangs=True),))) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING, 1)
+        for number in range(12):
+            # The report makes the history long enough; the question comes while the watches are let go of.
+            await job.handle.signal("report", {"because": f"number {number}"})
+            await asyncio.sleep(0.01 * number)
+            await job.handle.signal("claim_again")
+            await asyncio.sleep(0.2)
+        await job.handle.signal("cancel")
+        await job.result()
+        runs = await job.runs()
+        assert len(runs) >= 2
+        for run in runs[:-1]:
+            asked = {event.event_id for event in run.events if is_claim(event)}
+            told = {event.activity_task_completed_event_attributes.scheduled_event_id for event in run.events}
+            assert asked <= told, "no claim is left half-way by a run that is continued"
+
+
+def is_claim(event: HistoryEvent) -> bool:
+    return event.activity_task_scheduled_event_attributes.activity_type.name == "tell_fleet"
 
 
 async def test_a_temporal_cancel_that_arrives_while_the_job_continues_as_new_stops_the_ranks(make_short_rig: MakeRig) -> None:

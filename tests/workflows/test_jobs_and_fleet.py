@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from backends.simulated import Exit, Progress, Script, Sick, Stranger
+from activities.fleet import ClosedJobsInput, FleetActivities
+from backends.simulated import Exit, KeeperDies, Progress, Script, Sick, Stranger
 from backends.simulated.health import bus_id
+from recovery.causes import Cause
+from recovery.fleet.messages import Claim
 from recovery.fleet.model import FleetState, Standing
 from recovery.model import Phase
+from tests.activities.harness import environment
 from tests.workflows.claimants import fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy
@@ -108,6 +112,51 @@ async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired
         starts = [(call.node, call.token) for call in rig.backend.calls if call.command == "start" and call.token is not None]
         assert {node for node, token in starts if (token.job, token.generation) == (name, 1)} == {"n1", "n2"}
         await ended(second)
+
+
+async def test_a_second_bad_node_of_one_incident_is_given_to_no_other_job(make_rig: MakeRig) -> None:
+    first = Exit(generation=1, node="n2", rank=2, exit_code=None, signal=6, after=0.2, kernel=XID_79)
+    second = Exit(generation=2, node="n1", rank=0, exit_code=None, signal=6, after=0.2, kernel=XID_79)
+    async with make(make_rig, first, second, nodes=2, spares=2, gpus=8, repairs="observe", limits={"nodes_out": "100%"}) as rig:
+        job = await rig.submit(gpus_per_node=8)
+        state = await job.until_phase(Phase.RUNNING, 3)
+        assert state.incident is not None, "training has passed no step, so both faults are of one incident"
+        assert (state.incident.nodes, len(state.incident.faults)) == (("n2", "n1"), 2)
+        fleet = await until_fleet(rig, lambda state: standing(state, "n1") is not Standing.IN_SERVICE, "n1 is out of service")
+        assert standing(fleet, "n2") is not Standing.IN_SERVICE
+        marks = {record.name: [(mark.generation, mark.code, mark.isolated) for mark in record.marks] for record in fleet.nodes}
+        assert (marks["n2"], marks["n1"]) == ([(1, "Xid 79", True)], [(2, "Xid 79", True)])
+        await ended(job)
+
+
+async def test_a_fault_of_the_hardware_is_reported_by_a_job_that_restarts_in_place(make_rig: MakeRig) -> None:
+    async with make(make_rig, KeeperDies(generation=1, node="n2"), Progress(generation=2, steps=((0.0, 6),), hangs=True)) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING, 2)
+
+        def has_mark(state: FleetState) -> bool:
+            return any(mark.cause is Cause.NODE_FAULT for record in state.nodes for mark in record.marks)
+
+        fleet = await until_fleet(rig, has_mark, "the job, which runs on, has reported n2")
+        assert [record.claim.keep for record in fleet.claims] == [()], "by no claim: it is the first one that stands"
+        await ended(job)
+
+
+async def test_a_job_submitted_again_while_the_servers_clock_was_back_runs(make_rig: MakeRig) -> None:
+    async with make(make_rig, nodes=2) as rig:
+        name = f"job-{uuid.uuid4().hex[:8]}"
+        later = 4_000_000_000_000  # a submission of the year 2096: the server's clock was far ahead then
+        await rig.tell_fleet("claim", Claim(name, later, 1, 0))
+        job = await rig.submit(name=name)
+        state = await job.until_phase(Phase.RUNNING)
+        assert state.submission == later + 1
+        assert {call.token for call in rig.backend.calls if call.command == "start"} == {state.token}
+        closed = await environment().run(
+            FleetActivities(rig.fleets, rig.client, rig.queue).closed_jobs,
+            ClosedJobsInput(rig.fleets.known.name, ((name, later), (name, later + 1))),
+        )
+        assert closed == ((name, later),), "its number is known to those who ask which submission runs"
+        await ended(job)
 
 
 async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(make_rig: MakeRig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import timedelta
 
 import pytest
@@ -102,6 +103,27 @@ async def test_a_rank_that_fails_while_a_node_is_lost_is_the_lost_nodes_doing(ma
         assert [slot.node for slot in result.state.slots] == ["n1", "n3"]
         assert result.incidents[0].cause == "NODE_LOST"
         rig.backend.heal("n2")
+
+
+async def test_a_job_submitted_again_with_its_fleet_terminated_too_waits_for_its_silent_ranks_to_fence(make_rig: MakeRig) -> None:
+    async with make_rig(Script((RUNS,)), nodes=3, name=f"f-{uuid.uuid4().hex[:8]}") as rig:
+        first = await rig.submit(policy(FENCING))
+        name = (await first.until_phase(Phase.RUNNING, 1)).name
+        await first.until(lambda _: any(call.command == "renew" and call.node == "n2" for call in rig.backend.calls), "a renewal")
+        rig.backend.cut("n2")
+        await first.handle.terminate("an operator")
+        await rig.fleet.terminate("an operator")
+        second = await rig.submit(policy(FENCING), name=name)
+        state = await second.until_phase(Phase.RUNNING, 1)
+        assert "n2" not in {slot.node for slot in state.slots}
+        token = state.token
+        ends = {life.node: life.at for life in rig.backend.lives if life.kind == "ended" and life.token.submission < token.submission}
+        begins = [life.at for life in rig.backend.lives if life.kind == "started" and life.token == token]
+        assert set(ends) == {"n1", "n2"}
+        assert max(ends.values()) < min(begins)
+        rig.backend.heal("n2")
+        await second.handle.signal("cancel")
+        await second.result()
 
 
 async def test_while_every_node_is_lost_the_job_waits_and_stops_nothing(make_rig: MakeRig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
@@ -145,6 +146,15 @@ async def test_a_repair_that_has_to_be_asked_for_waits_and_the_job_says_for_what
         await repair.execute_update("answer", {"decision": "approve", "by": "grace", "because": "nobody else is on it"})
         assert (await job.result()).phase is Phase.SUCCEEDED
         assert did(rig, "rebooted") == [("n2", "reboot")]
+        assert await questions(job) == ["asked", ""], "its page asks no longer once there is an answer"
+
+
+async def questions(job: Job) -> list[str]:
+    """What repairs have told the job that they ask, in order."""
+    signals = [event.workflow_execution_signaled_event_attributes for event in (await job.history()).events]
+    told = [one.input.payloads for one in signals if one.signal_name == "repair_asks"]
+    messages = [json.loads(payloads[0].data) for payloads in told]
+    return ["asked" if "?" in message["question"] else message["question"] for message in messages]
 
 
 @pytest.mark.parametrize(("repairs", "because"), [("ask", "grace"), ("observe", "observe")])

@@ -1,0 +1,189 @@
+"""Where the state of this node lies: which of the candidate folders is used, and who may own it.
+
+Standard library only, no import of the agent: knows nothing of jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+PERSISTENT_ROOT = Path("/var/lib")
+"""No program removes what is old here. Only root can make a folder in it."""
+TEMPORARY_ROOT = Path("/var/tmp")
+"""Every user can make a folder here. systemd-tmpfiles removes what is old on many systems."""
+MAX_ALTERNATIVES = 9
+"""Names that are tried where another user has taken the first one."""
+SHARED_FILE_SYSTEMS = (
+    "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p", "panfs",
+    "wekafs", "orangefs", "sshfs", "virtiofs",
+)  # fmt: skip
+"""How their names begin. A test holds them equal to those of `nodes check`."""
+FORGETFUL_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+class FolderError(Exception):
+    """A folder that cannot be used for state, and why."""
+
+
+def list_candidates(uid: int) -> List[Path]:
+    """Return the folders that may hold the state of a user, the preferred one first."""
+    name = f"relaunch-{uid}"
+    alternatives = [TEMPORARY_ROOT / f"{name}.{number}" for number in range(1, MAX_ALTERNATIVES + 1)]
+    return [PERSISTENT_ROOT / name, TEMPORARY_ROOT / name, *alternatives]
+
+
+def list_places(state: str) -> List[str]:
+    """Return every folder that may hold the state of the same node and user, `state` included.
+
+    Ranks and keepers name the folder that they were started from. After that folder was removed,
+    another candidate may be the one in use.
+    """
+    candidates = [os.path.realpath(path) for path in list_candidates(os.geteuid())]
+    parent, name = os.path.split(state)
+    if parent not in candidates:
+        return [state]
+    return [os.path.join(candidate, name) for candidate in candidates]
+
+
+def choose_folder(name: str, find_used: Callable[[List[str]], Optional[str]] = lambda places: None) -> Path:
+    """Return the state folder of this node among the candidates, made where there is none yet.
+
+    The first candidate that holds state already wins, whatever else has become possible since:
+    two sessions must agree, and state is never left behind while ranks of it may live. Otherwise
+    it is the one that a living keeper uses, from which it was removed, else the first one that can be made.
+
+    Args:
+        name: Of the node, among those that may share the candidates.
+        find_used: Given state folders, returns the one that a living keeper was started from.
+    """
+    candidates = list_candidates(os.geteuid())
+    for candidate in candidates:
+        if _is_own(candidate) and _is_own(candidate / name):
+            return secure_folder(secure_folder(candidate) / name)
+    used = find_used(list_places(os.path.join(os.path.realpath(candidates[0]), name)))
+    if used is not None:
+        try:
+            return secure_folder(secure_folder(Path(used).parent) / name)
+        except FolderError:  # another user took its place; orders look for processes in all places
+            pass
+    reasons = []
+    for candidate in candidates:
+        if candidate.parent == PERSISTENT_ROOT:
+            kind = str(find_mount(PERSISTENT_ROOT)["type"])
+            if is_shared(kind) or kind in FORGETFUL_FILE_SYSTEMS:
+                reasons.append(f"{candidate} would lie on {kind}")
+                continue
+        try:
+            return secure_folder(secure_folder(candidate) / name)
+        except FolderError as error:
+            reasons.append(str(error))
+    raise FolderError(
+        "no folder for the state of this node can be used: "
+        + "; ".join(reasons[:3])
+        + ". Set RELAUNCH_AGENT_STATE, or have root make one: "
+        + f"install -d -m 700 -o {os.geteuid()} {candidates[0]}"
+    )
+
+
+def open_given_folder(given: str) -> Path:
+    """Return the state folder that the environment names, made if need be."""
+    path = Path(os.path.abspath(given))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        link = os.lstat(path)
+    except FileNotFoundError:
+        return secure_folder(path)
+    except OSError as error:
+        raise FolderError(f"the state folder {path} cannot be made: {error.strerror}") from error
+    if stat.S_ISLNK(link.st_mode):
+        if link.st_uid not in (0, os.geteuid()):
+            raise FolderError(f"the state folder {path} is a link that uid {link.st_uid} made; expected uid {os.geteuid()} or root")
+        return secure_folder(path.resolve())
+    return secure_folder(path)
+
+
+def secure_folder(path: Path) -> Path:
+    """Make a folder that only this user can enter, or raise FolderError if it is not ours."""
+    _refuse_open_parent(path.parent)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise FolderError(f"the state folder {path} cannot be made: {error.strerror}") from error
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise FolderError(_explain(path, error)) from error
+    try:
+        found = os.fstat(handle)
+        if found.st_uid != os.geteuid():
+            raise FolderError(f"the state folder {path} belongs to uid {found.st_uid}; expected uid {os.geteuid()}")
+        if found.st_mode & 0o077:
+            os.fchmod(handle, 0o700)
+    except OSError as error:
+        raise FolderError(_explain(path, error)) from error
+    finally:
+        os.close(handle)
+    return path
+
+
+def _explain(path: Path, error: OSError) -> str:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return f"the state folder {path} cannot be opened: {error.strerror}"
+    if stat.S_ISLNK(found.st_mode):
+        return f"the state folder {path} is a link, which uid {found.st_uid} made, and is not followed"
+    if found.st_uid != os.geteuid():
+        return f"the state folder {path} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"the state folder {path} is not a folder"
+    return f"the state folder {path} cannot be opened: {error.strerror}"
+
+
+def _refuse_open_parent(parent: Path) -> None:
+    try:
+        found = os.stat(parent)
+    except OSError as error:
+        raise FolderError(f"the folder {parent} cannot be read: {error.strerror}") from error
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise FolderError(
+            f"every user can rename what is in {parent}: it is world-writable and has no sticky bit. "
+            f"`chmod +t {parent}`, or set RELAUNCH_AGENT_STATE to a folder elsewhere"
+        )
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def is_shared(kind: str) -> bool:
+    """Return whether several machines may see a file system of this type."""
+    if kind.startswith("fuse."):
+        kind = kind[len("fuse.") :]
+    return kind.startswith(SHARED_FILE_SYSTEMS)
+
+
+def find_mount(folder: Path) -> Dict[str, Any]:
+    """Return the type and the mount point of the file system that a folder is on."""
+    place = os.path.realpath(folder)
+    best = ""
+    found: Dict[str, Any] = {"type": None, "mounted": None}
+    try:
+        with open("/proc/self/mountinfo") as file:
+            for text in file:
+                before, _, after = text.partition(" - ")
+                point = before.split()[4].replace("\\040", " ")
+                if len(point) >= len(best) and (place + "/").startswith(point.rstrip("/") + "/"):
+                    best, found = point, {"type": after.split()[0], "mounted": point}
+    except (OSError, IndexError) as error:
+        return {**found, "unreadable": f"/proc/self/mountinfo: {error}"}
+    return found

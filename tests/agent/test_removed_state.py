@@ -1,0 +1,178 @@
+"""State that is removed while ranks live: by systemd-tmpfiles, or by a person who tidies up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_node import Node, alive, done, eventually, python, refusal, token
+
+HELPERS = ("supervisor", "guard")
+"""Processes beside a keeper, as the files of their identities are called."""
+PRINTS = python("import time\nwhile True:\n  print('step', flush=True); time.sleep(0.05)")
+
+
+@pytest.fixture
+def swept(make_node: Callable[..., Node], tmp_path: Path) -> Callable[[Node], list[str]]:
+    """Run the real systemd-tmpfiles over the parent of a node's folder: all is too old for it."""
+    if shutil.which("systemd-tmpfiles") is None:
+        pytest.skip("systemd-tmpfiles is not installed")
+
+    def sweep(node: Node) -> list[str]:
+        def found() -> set[str]:
+            return {str(path.relative_to(node.state)) for path in node.state.rglob("*")}
+
+        before = found()
+        rules = tmp_path / "rules.conf"
+        rules.write_text(f"q {node.state.parent} 1777 root root 1us\n")
+        done = subprocess.run(["systemd-tmpfiles", "--clean", rules], capture_output=True, check=False)
+        assert done.returncode == 0, done
+        return sorted(before - found())
+
+    return sweep
+
+
+def remove_records(node: Node) -> None:
+    for job in (node.state / "jobs").iterdir():
+        removed = node.state.with_name("removed") / job.name  # whole, though its keeper may write
+        removed.parent.mkdir(exist_ok=True)
+        job.rename(removed)
+        shutil.rmtree(removed)
+
+
+def test_tmpfiles_passes_a_living_generation_by(make_node: Callable[..., Node], swept: Callable[[Node], list[str]], tmp_path: Path) -> None:
+    node = make_node("aged/n1")
+    pids = node.run(1)
+    time.sleep(0.05)
+    assert not [path for path in swept(node) if path.startswith("jobs")]
+    assert done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not any(map(alive, pids.values()))
+
+
+def test_tmpfiles_leaves_what_must_be_remembered_when_nothing_lives(
+    make_node: Callable[..., Node], swept: Callable[[Node], list[str]]
+) -> None:
+    node = make_node("aged/n1")
+    node.run(1)
+    done(node.stop(1))
+    eventually(lambda: not node.left())
+    log = node.folder() / "logs" / "rank_0.log"
+    assert log.exists()
+    time.sleep(0.05)
+    swept(node)
+    assert not log.exists(), "the rule had no effect at all"
+    assert refusal(node.prepare(1)) == "stopped"
+
+
+def test_what_lives_is_stopped_though_nothing_of_it_is_written(node: Node) -> None:
+    pids = node.run(1)
+    remove_records(node)
+    assert done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not any(map(alive, pids.values()))
+    assert refusal(node.prepare(1)) == "stopped"
+
+
+def test_what_a_frozen_keeper_has_lost_is_stopped_too(node: Node) -> None:
+    pids = node.run(1)
+    keeper = node.pid("keeper")
+    os.kill(keeper, signal.SIGSTOP)
+    remove_records(node)
+    done(node.stop(1))
+    assert not any(map(alive, pids.values()))
+
+
+def test_the_next_generation_starts_alone_and_a_lower_one_never(node: Node) -> None:
+    old = node.run(2)
+    remove_records(node)
+    assert refusal(node.prepare(1)) == "not_above"
+    assert all(map(alive, old.values())), "an order that is refused stops nothing"
+    remove_records(node)
+    assert done(node.prepare(3))["stopped"] == [[1, 2]]
+    assert not any(map(alive, old.values()))
+
+
+def test_a_preparation_that_is_repeated_starts_no_second_keeper(node: Node) -> None:
+    first = done(node.prepare(1))
+    keeper = node.pid("keeper")
+    node.pid("supervisor")  # one that is still being born dies with its folder, and is prepared again
+    remove_records(node)
+    again = done(node.prepare(1))
+    assert again == first
+    assert node.pid("keeper") == keeper
+    remove_records(node)
+    done(node.start(1))
+
+
+def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -> None:
+    away = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
+    node.run(1, python(away), ranks=1)
+    sleeping = eventually(lambda: [pid for pid in node.processes() if _is_sleep(pid)])
+    node.pid("supervisor")
+    helpers = [json.loads(path.read_text())["pid"] for path in node.folder().glob("*.json") if path.stem in HELPERS]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # each ends what is left when another dies
+        for pid in [*helpers, node.pid("keeper")]:
+            os.kill(pid, number)
+    remove_records(node)
+    assert refusal(node.prepare(1)) == "not_above", "it was launched, and is not launched again"
+    assert all(map(alive, sleeping))
+    assert done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not any(map(alive, sleeping))
+
+
+def _is_sleep(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+
+
+def test_a_keeper_makes_its_files_again_and_training_goes_on(node: Node) -> None:
+    pids = node.run(1, PRINTS, ranks=1)
+    watch = node.watch()
+    watch.until("heartbeat")
+    remove_records(node)
+    eventually(lambda: (node.state / "jobs").iterdir() and list((node.state / "jobs").glob("*/1-1/sock")))
+    eventually(lambda: list((node.state / "jobs").glob("*/highest.json")))
+    assert all(map(alive, pids.values()))
+    [row] = done(node.order("list"))["jobs"]
+    assert (row["prepared"], row["generations"][0]["state"]) == ([1, 1], "running")
+    assert node.watch().until("heartbeat")["alive"] == [0]
+    chunk = done(node.order("logs", token=token(1), offsets={"0": 0}))["chunks"][0]
+    assert "step" in chunk["data"], "what the rank goes on printing is read through its keeper"
+    os.kill(pids["0"], signal.SIGKILL)
+    assert watch.observation("RankExited")["signal"] == 9, "who watched before hears of it"
+    assert [seen["kind"] for seen in node.journal()] == ["RankExited"]
+
+
+def test_the_journal_is_whole_again_with_what_was_told_already(node: Node) -> None:
+    node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0"}, {"S": "1000"}])
+    node.watch().observation("RankExited")
+    remove_records(node)
+    eventually(lambda: list((node.state / "jobs").glob("*/1-1/sock")))
+    watch = node.watch()
+    assert watch.observation("RankExited")["rank"] == 0
+    assert watch.until("heartbeat")["alive"] == [1]
+
+
+def test_a_generation_that_was_stopped_while_its_records_were_gone_ends(node: Node) -> None:
+    """The mark was written by an agent that looks for files alone."""
+    pids = node.run(1)
+    highest = node.folder().parent / "highest.json"
+    marked = {**json.loads(highest.read_text()), "stopped": [1, 1]}
+    remove_records(node)
+    highest.parent.mkdir(exist_ok=True)
+    highest.write_text(json.dumps(marked))
+    eventually(lambda: not any(map(alive, pids.values())))
+
+
+def test_a_lock_that_is_taken_again_says_that_the_keeper_lives(node: Node) -> None:
+    node.run(1)
+    (node.folder() / "keeper.lock").unlink()
+    os.kill(node.pid("keeper"), signal.SIGCHLD)
+    eventually((node.folder() / "keeper.lock").exists)
+    [row] = done(node.order("list"))["jobs"]
+    assert row["generations"][0]["state"] == "running"
