@@ -14,8 +14,10 @@ from tests.fence.hosts import Host
 
 NAME = "random"
 WORLD = {"nodes": 3, "spares": 2}
-HARM_S = 16.0
-"""Seconds in which harm is done: about twice a lease and a fence."""
+HARM_S = 14.0
+"""Seconds in which harm is done: about a lease and a fence."""
+LAUNCH_S = 30.0
+"""Seconds in which a newer generation may come after that: the longest lease, fence and margin."""
 
 
 def draw_times(order: random.Random) -> dict[str, str]:
@@ -49,14 +51,14 @@ async def play(attempt: Attempt) -> None:
                 undo.pop(order.randrange(len(undo)))()
             else:
                 undo += _do_harm(attempt, order.choice(job.hosts()))
-        # The newest generation starts while the harm goes on, or it does not.
-        await attempt.await_newer(patience=10.0, after=1.0)
+        # Now nothing gets worse or better until there is a newer generation: then two may be alive.
+        await attempt.await_newer(patience=LAUNCH_S)
     finally:
         for one in undo:
             one()
         world.network.clear()
-    await attempt.await_newer(patience=1.0, after=2.0)
-    await attempt.sleep(1.0, 3.0)
+    # What was stopped, paused or cut off is back beside the newer generation.
+    await attempt.await_newer(patience=15.0, after=3.0)
 
 
 def _do_harm(attempt: Attempt, victim: Host) -> list[Callable[[], None]]:
