@@ -482,7 +482,7 @@ class World:
             return Limit.DECLARED_DEAD
         if keeper.overslept:
             return Limit.OVERSLEPT
-        if launch is not None and h in launch.misjudged:
+        if launch is not None and launch.misjudged:  # they may vouch for others of the gang
             return Limit.PLACE_UNKNOWN
         if keeper.late_by > LATE and self.now <= keeper.alone_since + keeper.times.stop_grace + 1:
             return Limit.CLOCK_STOOD
