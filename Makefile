@@ -48,6 +48,7 @@ chaos: setup
 	$(PY) -m tests.chaos
 	$(PY) -m tests.chaos.repairs
 	$(PY) -m tests.fence
+	$(PY) -m tests.hostile
 
 # Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
 vm-test: setup

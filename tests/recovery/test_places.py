@@ -186,7 +186,7 @@ def test_a_launch_that_fails_half_way_is_remembered_beside_those_before_it(faile
 def test_a_launch_that_was_given_up_half_way_is_remembered() -> None:
     job = replace(running(), generation=4)
     half = StartedPlaces(job.submission, 4, {"n2": ELSEWHERE.text, "n3": STARTED.text})
-    found = absorb(job, RanksFound(("n2", "n3"), (half,)), T0)
+    found = absorb(job, RanksFound(("n2", "n3"), places=(half,)), T0)
     assert found.places == (started(3, n1=STARTED, n2=STARTED), half)
 
 
