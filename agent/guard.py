@@ -22,13 +22,14 @@ PAUSES = (0.02, 1.0)
 """Seconds between two looks for what is left while killing: the first and the longest."""
 
 
-def run(token: Token, order: Json, state: str, link: int, extensions: int, news: Json) -> None:
+def run(token: Token, order: Json, state: str, keeper: processes.Process, link: int, extensions: int, news: Json) -> None:
     """Be the guard. The process was forked from the keeper a moment ago.
 
     Args:
         token: of the generation.
         order: what `prepare` was given.
         state: the node's state folder, as ranks have it in their environment.
+        keeper: which process it is; where it is dead by now, its pid says nothing.
         link: a socket to the keeper.
         extensions: a pipe on which supervisors tell to when the fence has moved.
         news: what the keeper knows now.
@@ -38,15 +39,15 @@ def run(token: Token, order: Json, state: str, link: int, extensions: int, news:
     os.setsid()
     processes.set_name("relaunch-guard")
     processes.close_all_but([link, extensions])
-    Guard(token, order, state, link, extensions, news).run()
+    Guard(token, order, state, keeper, link, extensions, news).run()
 
 
 class Guard:
-    def __init__(self, token: Token, order: Json, state: str, link: int, extensions: int, news: Json) -> None:
+    def __init__(self, token: Token, order: Json, state: str, keeper: processes.Process, link: int, extensions: int, news: Json) -> None:
         self.token = token
         self.order = order
         self.node_state = state
-        self.keeper = os.getppid()
+        self.keeper = keeper
         self.state = "prepared"
         self.may_run = False
         """Whether a rank may have been forked."""
@@ -141,7 +142,7 @@ class Guard:
 
     def _find_below(self) -> List[processes.Process]:
         """Ranks are below their keeper, a subreaper, however they were forked."""
-        return processes.descendants(self.keeper, without=[os.getpid(), self.supervisor])
+        return processes.list_below(self.keeper, without=[os.getpid(), self.supervisor])
 
     def _kill(self) -> bool:
         """Kill what is left; return whether to go on, which is so until the keeper and everything are gone."""

@@ -152,11 +152,12 @@ def _may_run(generation: Generation) -> bool:
         return True
     if len(journal.exited(journal.read(generation.journal))) < len(generation.pids):
         return True
-    keeper = generation.identity("keeper")  # what ranks have started may outlive them: by sudo it is another user's
-    if keeper is None:
+    identity = generation.identity("keeper")  # what ranks have started may outlive them: by sudo it is another user's
+    keeper = processes.look(identity[0]) if identity is not None else None
+    if identity is None or keeper is None or keeper.started != identity[1]:
         return False
     helpers = [known[0] for known in map(generation.identity, ("supervisor", "guard")) if known is not None]
-    return bool(processes.descendants(keeper[0], without=helpers))
+    return bool(processes.list_below(keeper, without=helpers))
 
 
 def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]:

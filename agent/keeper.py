@@ -80,6 +80,8 @@ class Keeper:
         self.order = order
         self.sockets = sockets
         self.loop = Loop()
+        self.own = processes.identify_self()
+        """This process, as the supervisor and the guard know it: they must not take another for it."""
         self.journal = Journal(generation.journal, ranks=len(order["ranks"]))
         self.journal_due_at = 0.0
         """When to try again to write what the disk did not take."""
@@ -411,7 +413,7 @@ class Keeper:
 
     def _become_guard(self, link: int) -> None:
         state = str(self.generation.state)
-        guard.run(self.token, self.order, state, link, self.extensions[0], self._guard_news())
+        guard.run(self.token, self.order, state, self.own, link, self.extensions[0], self._guard_news())
 
     def _inform_guard(self) -> None:
         self.guard.send(self._guard_news())
@@ -467,7 +469,7 @@ class Keeper:
 
     def _become_supervisor(self, link: int) -> None:
         sockets = supervisor.Sockets(self.sockets.watch, self.sockets.peers, link, self.extensions[1])
-        supervisor.run(self.generation, self.token, self.order, sockets, self.kernel, self._news(begin=True))
+        supervisor.run(self.generation, self.token, self.order, self.own, sockets, self.kernel, self._news(begin=True))
 
     def _publish(self) -> None:
         """Let the watchers have what the journal holds, once the disk has it."""

@@ -104,6 +104,12 @@ def look(pid: int) -> Process | None:
     return Process(pid, fields[0].decode(), *numbers)
 
 
+def identify_self() -> Process:
+    found = look(os.getpid())
+    assert found is not None, "a process that runs is in /proc"
+    return found
+
+
 def lives(pid: int, started: int) -> bool:
     """Whether this very process is alive."""
     found = look(pid)
@@ -170,6 +176,18 @@ def descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process]:
                 if child.lives:
                     below.append(child)
     return below
+
+
+def list_below(ancestor: Process, without: Iterable[int] = ()) -> list[Process]:
+    """Living processes below this very process; none once it is dead.
+
+    Its children then have another parent, which may be the init of the machine: what is below that
+    is every process there is. So neither a pid alone nor `os.getppid()` may be asked for this.
+    """
+    if ancestor.pid <= 1 or not lives(ancestor.pid, ancestor.started):
+        return []
+    below = descendants(ancestor.pid, without)
+    return below if lives(ancestor.pid, ancestor.started) else []
 
 
 def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dict[int, int], without: Iterable[int] = ()) -> list[Process]:

@@ -110,7 +110,7 @@ def _is_whole(generation: Generation) -> bool:
 def _list_groups_below(generation: Generation) -> dict[int, int]:
     """Return pid and start time of all that a keeper without records has caused to be."""
     keeper = generation.find_keeper()
-    below = processes.descendants(keeper.pid) if keeper is not None else []
+    below = processes.list_below(keeper) if keeper is not None else []
     return {process.pid: process.started for process in below}
 
 

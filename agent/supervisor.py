@@ -76,7 +76,15 @@ class Sockets:
     """A pipe to the guard."""
 
 
-def run(generation: Generation, token: Token, order: Json, sockets: Sockets, kernel: kernel_log.Mark, news: Json) -> None:
+def run(
+    generation: Generation,
+    token: Token,
+    order: Json,
+    keeper: processes.Process,
+    sockets: Sockets,
+    kernel: kernel_log.Mark,
+    news: Json,
+) -> None:
     """Be the supervisor. The process was forked from the keeper a moment ago."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -84,16 +92,25 @@ def run(generation: Generation, token: Token, order: Json, sockets: Sockets, ker
     processes.set_name("relaunch-sup")
     kept = [sockets.watch.fileno(), sockets.peers.fileno(), sockets.link, sockets.guard]
     processes.close_all_but([*kept, kernel.handle])
-    supervisor = Supervisor(generation, token, order, sockets, kernel)
+    supervisor = Supervisor(generation, token, order, keeper, sockets, kernel)
     supervisor.hear_keeper(news)
     supervisor.run()
 
 
 class Supervisor:
-    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets, kernel: kernel_log.Mark) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        token: Token,
+        order: Json,
+        keeper: processes.Process,
+        sockets: Sockets,
+        kernel: kernel_log.Mark,
+    ) -> None:
         self.generation = generation
         self.token = token
         self.order = order
+        self.keeper = keeper
         self.listener = sockets.watch
         self.guard = sockets.guard
         self.loop = Loop()
@@ -374,15 +391,14 @@ class Supervisor:
         if self._kill_due_at is None or now() < self._kill_due_at:
             return
         self.killed_at = now()
-        for process in processes.descendants(os.getppid(), without=[os.getpid(), self.guard_pid]):
+        for process in processes.list_below(self.keeper, without=[os.getpid(), self.guard_pid]):
             processes.kill(process, signal.SIGKILL)
 
     def _wake_keeper(self) -> None:
         """Send SIGCONT to a keeper that was stopped: until it goes on, ranks that end are not reported."""
-        keeper = os.getppid()
-        found = processes.look(keeper)
+        found = processes.look(self.keeper.pid)
         if found is not None and found.state == "T":
-            os.kill(keeper, signal.SIGCONT)
+            processes.kill(self.keeper, signal.SIGCONT)
 
     def _look(self) -> None:
         """Read progress; where a step or a checkpoint advanced, the next heartbeat comes within a second of the last."""

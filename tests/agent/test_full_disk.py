@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -25,10 +26,18 @@ class SmallDisk:
 
     def fill(self, leave: int = 0) -> None:
         """Take every block but `leave` bytes."""
-        free = os.statvfs(self.folder)
         with open(self.filler, "ab", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, free.f_bfree * free.f_frsize - leave))
-        assert os.statvfs(self.folder).f_bfree * free.f_frsize <= leave
+            while (free := self.free) > leave:
+                try:
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free - leave)
+                except OSError as error:  # a process of the node took some of it meanwhile
+                    if error.errno != errno.ENOSPC:
+                        raise
+
+    @property
+    def free(self) -> int:
+        found = os.statvfs(self.folder)
+        return found.f_bfree * found.f_frsize
 
     def empty(self) -> None:
         self.filler.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 from real_node import Node, alive, boottime, eventually, line_to_keeper, name, python
 from test_lease import renewing
+
+from agent import guard, processes
+from agent.protocol import Token
 
 SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
 STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"
@@ -195,3 +199,44 @@ def test_a_disk_that_hangs_keeps_no_rank_alive(disk_node: Node, disk: Path, begi
         assert boottime() - began < 30.0
         assert is_frozen(node.pid("keeper")), "the keeper waits for nothing: the test shows nothing"
     eventually(lambda: [seen["kind"] for seen in node.journal()].count("RankExited") == 2)
+
+
+def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:
+    """A dead keeper's children are those of init, below which every process of the machine is."""
+    with subprocess.Popen(["sleep", "1000"]) as dead, subprocess.Popen(["sleep", "1000"]) as other:
+        try:
+            keeper = processes.look(dead.pid)
+            assert keeper is not None
+            assert other.pid in {process.pid for process in processes.list_below(processes.identify_self())}
+            dead.kill()
+            dead.wait()
+            assert processes.list_below(keeper) == []
+            reused = keeper._replace(pid=os.getpid())
+            assert processes.list_below(reused) == []
+            init = processes.look(1)
+            assert init is not None
+            assert processes.list_below(init) == []
+        finally:
+            other.kill()
+
+
+def test_a_guard_that_begins_after_its_keeper_died_kills_nothing_of_others(node: Node) -> None:
+    node.prepare()
+    token = Token("default", "j", 1, 1)
+    order = {"stop_grace": 0.0, "stuck_after": 0.1}
+    news = guard.news_of("running", True, 0.0, None, 1, [], None)
+    with subprocess.Popen(["sleep", "1000"]) as dead, subprocess.Popen(["sleep", "1000"]) as other:
+        keeper = processes.look(dead.pid)
+        assert keeper is not None
+        dead.kill()
+        dead.wait()
+        ours, theirs = socket.socketpair()
+        reading, writing = os.pipe()
+        try:
+            begun = guard.Guard(token, order, str(node.state), keeper, ours.detach(), reading, news)
+            begun._kill()
+            assert other.poll() is None
+        finally:
+            other.kill()
+            theirs.close()
+            os.close(writing)

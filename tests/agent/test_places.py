@@ -7,7 +7,7 @@ import shutil
 from typing import Any
 
 import pytest
-from real_node import Node, alive, done, refusal, token
+from real_node import Node, alive, done, eventually, refusal, token
 
 from agent.state import boot_id
 
@@ -41,17 +41,36 @@ def test_a_job_that_was_never_here_has_no_state_here(node: Node) -> None:
     assert place(node.stop())["state"] != place(node.stop(token=token(1, job="k")))["state"], "each job has its own"
 
 
+def remove(node: Node, what: str) -> None:
+    folder = node.folder()
+    if what == "highest.json":
+        (folder.parent / what).unlink()
+    else:
+        shutil.rmtree({"state": node.state, "jobs": node.state / "jobs"}[what], ignore_errors=True)
+
+
+def is_same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[name] == other[name] for name in ("machine", "boot_id", "uid"))
+
+
 @pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
-def test_state_that_is_deleted_under_ranks_does_not_come_back_as_the_same(node: Node, what: str) -> None:
+def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: str) -> None:
+    before = place(node.prepare())
+    done(node.start())
+    done(node.stop())
+    node.end_session()
+    eventually(lambda: not alive(node.pid("keeper")))
+    remove(node, what)
+    after = place(node.stop())
+    assert is_same_machine(before, after)
+    assert after["state"] != before["state"], "so what it says of earlier ranks is no proof"
+
+
+@pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
+def test_state_that_is_deleted_under_ranks_is_made_again_by_their_keeper(node: Node, what: str) -> None:
     before = place(node.prepare())
     pids = done(node.start())["pids"].values()
     node.end_session()
-    folder = node.folder()
-    shutil.rmtree({"state": node.state, "jobs": node.state / "jobs"}.get(what, folder / "nothing"), ignore_errors=True)
-    if what == "highest.json":
-        (folder.parent / what).unlink()
-    after = place(node.stop())
-    assert (after["machine"], after["boot_id"], after["uid"]) == (before["machine"], before["boot_id"], before["uid"])
-    assert after["state"] != before["state"]
-    if what != "highest.json":
-        assert all(map(alive, pids)), "so what it said of them is no proof"
+    remove(node, what)
+    assert place(node.stop()) == before
+    assert not any(map(alive, pids)), "so it is proof"

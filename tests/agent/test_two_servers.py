@@ -66,11 +66,11 @@ def test_what_a_dead_keeper_left_behind_is_found_by_its_server_too(node: Node, t
     script = f"mkdir {left}.one 2>/dev/null && setsid sh -c 'echo $$ > {left}; exec sleep 1000' & exec sleep 1000"
     done(node.start(token=named(ONE), command=["sh", "-c", script]))
     pid = int(eventually(lambda: left.exists() and left.read_text().strip()))
-    keeper, supervisor = node.pid("keeper"), node.pid("supervisor")
-    os.kill(keeper, signal.SIGSTOP)  # else it has another supervisor, or stops its ranks
-    for one in (supervisor, keeper):
-        os.kill(one, signal.SIGKILL)
-    eventually(lambda: not alive(keeper))
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "keeper")]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # first all stand still: each kills ranks when another is gone
+        for helper in helpers:
+            os.kill(helper, number)
+    eventually(lambda: not any(map(alive, helpers)))
     assert alive(pid)
     done(node.stop(token=named(OTHER)))
     assert alive(pid)
