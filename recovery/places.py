@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-MAX_LETTERS = 64
-"""Of one part of a place, as an agent tells it."""
+MAX_LETTERS = 256
+"""Of one part of a place, as an agent tells it: nodes that share a machine append a boot id of their own to the kernel's."""
 MAX_UID = 2**32
 BOOT_DIGITS = 12
 SHOWN_DIGITS = 8

@@ -70,6 +70,11 @@ def test_a_place_without_state_proves_nothing_even_to_itself() -> None:
     assert explain_doubt("n2", 3, nothing, nothing) is not None
 
 
+def test_a_boot_id_of_a_node_that_shares_its_machine_is_read() -> None:
+    kernel, own = "9df949fd-71a9-414f-bc37-83439e7026af", "b517b16a65dc40828dc273186b0214e2"
+    assert parse_place({**TOLD, "boot_id": f"{kernel}+{own}"}) is not None
+
+
 def test_what_an_agent_tells_is_read_and_written_back() -> None:
     place = parse_place(TOLD)
     assert place is not None
