@@ -261,7 +261,7 @@ class World:
     python: str = sys.executable
     gpus: int = 0
     repairs: str = "act"
-    answer_within: float = 1.0
+    answer_within: float = 2.0
     """Seconds; an unloaded node needs 0.01."""
     backend: str = "local"
     apart: bool = False

@@ -94,7 +94,7 @@ def test_what_an_agent_tells_is_read_and_written_back() -> None:
         {},
         {**TOLD, "machine": None},
         {**TOLD, "machine": ""},
-        {**TOLD, "machine": "x" * 65},
+        {**TOLD, "machine": "x" * 257},
         {**TOLD, "machine": "two words"},
         {**TOLD, "machine": "a\nb"},
         {**TOLD, "boot_id": ""},
