@@ -150,7 +150,9 @@ class Keeper:
         self._reap()
 
     def _reap(self) -> None:
-        self._fence_if_due()  # first: what the guard has ended for us was stopped
+        # First: what the guard has ended for us was stopped, and the supervisor has said why before it did so.
+        self.link.hear_pending()
+        self._fence_if_due()
         exits = []
         numbers = {pid: rank for rank, pid in self.alive.items()}
         while True:

@@ -320,8 +320,8 @@ class Supervisor:
             self.clocks.forget()
             self.vouchers.forget()
             self.lease.shift(lost)
+            self.link.send({"stood_still": lost})  # before the guard, which may have to kill at once: by then the keeper can know why
             self._inform_guard()
-            self.link.send({"stood_still": lost})
 
     def _inform_guard(self) -> None:
         if self.lease is None or self.state != "running":

@@ -49,7 +49,12 @@ async def test_a_rank_that_has_exited_holds_no_checkpoint_back() -> None:
 
 
 async def test_a_step_that_is_waited_for_and_a_checkpoint_may_be_passed_in_one_moment() -> None:
-    report = await watched(Progress(steps=((0.0, 3), (0.6, 10)), checkpoints=((0.6, 10),), hangs=True), report_at_step=10)
+    nodes = Nodes(report_at_step=10)
+    for step, saved in ((3, None), (10, 10)):
+        for node, ranks in (("n1", "01"), ("n2", "23")):
+            progress = {rank: {"step": step, "age": 0.0, "checkpoint": saved} for rank in ranks}
+            nodes.gang.line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
+    report = await nodes.gang.report()
     assert [type(event) for event in report.events] == [ProgressSeen, StepReached, CheckpointSaved]
 
 
