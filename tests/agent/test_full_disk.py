@@ -81,9 +81,11 @@ def test_an_exit_on_a_full_disk_is_told_and_the_others_are_stopped(full_node: No
 @needs_mount
 def test_what_lives_is_stopped_for_ever_on_a_full_disk(full_node: Node, small_disk: SmallDisk) -> None:
     pids = full_node.run(1)
+    keeper = full_node.pid("keeper")
     small_disk.fill()
     assert done(full_node.stop(1))["stopped"] == [[1, 1]]
     assert not any(map(alive, pids.values()))
+    eventually(lambda: not alive(keeper))  # it says farewell after the answer
     assert done(full_node.stop(1))["stopped"] == []
     highest = json.loads((full_node.folder().parent / "highest.json").read_text())
     assert highest["stopped"] == [1, 1]

@@ -234,7 +234,9 @@ def test_a_state_path_longer_than_a_socket_address_works(make_node: Any) -> None
     assert len(str(node.state)) > 108
     node.run(1)
     assert node.watch().until("hello")["state"] == "running"
+    keeper = node.pid("keeper")
     assert why(node.stop()) == "done"
+    eventually(lambda: not alive(keeper))  # until then it makes again what is removed
     shutil.rmtree(node.state / "jobs")
 
 
