@@ -137,7 +137,7 @@ class JobActivities:
                 details = activity.cancellation_details()
                 if details is None or not details.cancel_requested:
                     raise  # this worker ends, and another one goes on
-                # Whoever gave the launch up has to know where its ranks may live.
+                # The job, which gave the launch up, has to know where its ranks may live.
                 return LaunchRanksOutput(because="cancelled", start_sent=bool(left), places=_places_of(left))
 
     async def _launch(self, backend: Backend, input: LaunchRanksInput, left: list[Any]) -> LaunchRanksOutput:

@@ -57,7 +57,7 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
 
     A silent node stops its own ranks once no node of its gang can vouch for it any more, so the
     wait for it starts at the last proven stop of its gang, or at the end of the last lease there.
-    What an attempt before this one has proven is proven again: its clock starts anew, too. Waits
+    What an attempt before this one has proven is proven again: its clock starts again, too. Waits
     and ages are measured by one clock of this process, which is never stepped.
     """
     since = read_boot_clock()

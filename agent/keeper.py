@@ -1,6 +1,6 @@
 """The keeper of one generation: forks its ranks, reaps them, journals exits, holds the lease.
 
-It talks to nobody but its supervisor, its guard and the commands that give it orders, reads no progress and no logs, and never waits
+It talks only to its supervisor, its guard and the commands that give it orders, reads no progress and no logs, and never waits
 for anybody. What it writes may hang with the disk, so signals go out before anything is written, and the guard, which writes
 nothing, knows each deadline as well.
 """

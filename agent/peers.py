@@ -182,7 +182,7 @@ class Peers:
     def _hear_question(self, channel: Channel, question: Json) -> None:
         if cut(self.job.state, "peers"):
             return
-        if self.order is None:  # not started yet: whoever asks need not wait to ask again
+        if self.order is None:  # not started yet: a peer that asks need not wait before it asks again
             channel.drop()
             return
         try:

@@ -220,7 +220,7 @@ def _order_of(rest: str) -> Order | None:
 def _kill_what_is_left(
     job: JobState, unproven: list[Generation], unrecorded: dict[int, int], below: Order, stuck_after: float
 ) -> set[Order]:
-    """Kill until a whole look at /proc, and at the control groups of these generations, finds nobody."""
+    """Kill until a whole look at /proc, and at the control groups of these generations, finds no process."""
     seen: set[Order] = set()
     groups = {**unrecorded, **{pid: started for generation in unproven for pid, started in generation.groups.items()}}
     cgroups = [(generation.order, folder) for generation in unproven if (folder := generation.cgroup) is not None]

@@ -120,7 +120,7 @@ class Supervisor:
         self.pids: dict[int, int] = {}
         """pid by rank, of those that the keeper has not reaped."""
         self.lease: Lease | None = None
-        """The keeper's, with what the keeper would have taken by now if it is stopped: the guard is told by this one."""
+        """The keeper's, with what the keeper would have taken by now if it is stopped: this process passes it on to the guard."""
         self.guard_pid = 0
         self.kill_at: float | None = None
         """While stopping: when the keeper sends SIGKILL."""
@@ -489,7 +489,7 @@ class Supervisor:
         return alive, alive and self.renewed and self.leased_until is not None and at < self.leased_until
 
     def _see_alone(self) -> None:
-        """Fence where nothing of the generation can be left elsewhere, and nobody watches it here.
+        """Fence where nothing of the generation can be left elsewhere, and no controller watches it here.
 
         So a machine finds itself that was paused while its gang was stopped: no peer tells it the time.
         """
@@ -497,7 +497,7 @@ class Supervisor:
             return
         if not self.watchers:
             named = ", ".join(sorted(self.peers.refused))
-            self.link.send({"alone": f"nobody watches here, no peer answers, and nothing of this generation lives on {named}"})
+            self.link.send({"alone": f"no controller watches here, no peer answers, and nothing of this generation lives on {named}"})
             self.peers.refused.clear()
             return
         for watcher in self.watchers:  # one that is gone is seen to be gone when something is sent to it
