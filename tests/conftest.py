@@ -1,0 +1,25 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Iterator[Any]:
+    """Describe a failed test without a garbage collection in between.
+
+    Before 3.11.8 a collection during `ast.parse` that lets another thread parse, too, ends in `SystemError: AST constructor recursion
+    depth mismatch` (cpython issue 106905). pytest parses the source of a failed test, and such an error ends the whole run unexplained.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        if was_enabled:
+            gc.enable()
