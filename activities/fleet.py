@@ -116,7 +116,10 @@ class FleetActivities:
             spec = self._fleets.read_again(fleet)
         except (KeyError, ValueError) as error:
             return FleetFile(None, str(error.args[0]))
-        return FleetFile(Applied(spec.repairs, spec.nodes, spec.limits))
+        # A user of all nodes that changes moves each of them.
+        how = {"user": spec.ssh.user, "port": spec.ssh.port}
+        nodes = (node.model_copy(update={name: getattr(node, name) or value for name, value in how.items()}) for node in spec.nodes)
+        return FleetFile(Applied(spec.repairs, tuple(nodes), spec.limits))
 
     @activity.defn
     async def last_state(self, fleet: str) -> Remembered:

@@ -20,15 +20,15 @@ from temporalio.exceptions import TimeoutError as ActivityTimeout
 from temporalio.service import RPCError, RPCStatusCode
 
 from console.files import check_name
-from console.jobs import QUERY_WITHIN
+from console.jobs import ACTIVITY_WITHIN, QUERY_WITHIN, list_jobs, look, signal_open
 from console.submission import whoami
 from console.views import names
 from recovery.facts import text
 from recovery.fleet.facts import Applied
-from recovery.fleet.model import FleetState, NodeRecord, Standing
+from recovery.fleet.model import FleetState, NodeLook, NodeRecord, Standing
 from settings import Mistake
 from workflows.fleet_messages import FleetFile, FleetInput
-from workflows.messages import FLEET_ID_PREFIX
+from workflows.messages import FLEET_ID_PREFIX, ReportMessage
 
 WORKFLOW = "Fleet"
 TASK_TIMEOUT = timedelta(seconds=10)
@@ -39,6 +39,9 @@ LOOKED_WITHIN = 15.0
 """Seconds from a fleet's beginning: a worker gives a node that does not answer up on the way, and one that is slow has ten."""
 SHOWN_WITHIN = 10.0
 """Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes settles in a fifth of one."""
+LOOKED_AT_ONCE = 16
+LOOK_WITHIN = timedelta(seconds=40)
+"""For a worker to ask a node that may not answer."""
 LONGEST_BY = 80
 """Letters that a fleet keeps of a name."""
 POLL = 0.2
@@ -199,6 +202,90 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, becaus
         return record is not None and record.standing is Standing.IN_SERVICE and record.drain is None and record.since != old.since
 
     return await _tell(client, before, "release", {"node": node, "because": because, "by": whoami()}, shown)
+
+
+async def declare_dead(client: Client, task_queue: str, node: str, because: str, force: bool) -> tuple[str, ...]:
+    """Tell every running job that may have ranks on a node that nothing runs there any more, and every fleet
+    that keeps the node for a job which has ended; return who was told, for people.
+
+    Raises:
+        Mistake: neither a running job nor a fleet has to do with the node, or it answers and `force` is not given.
+    """
+    check_name("node", node)
+    gate = asyncio.Semaphore(LOOKED_AT_ONCE)
+    fleets: dict[str, str] = {}
+
+    async def concerned(name: str) -> tuple[str, bool | None]:
+        async with gate:
+            state = (await look(client, name)).state
+        if state is None:
+            return name, None
+        fleets[name] = state.spec.fleet
+        return name, node in (*(slot.node for slot in state.slots), *state.maybe_alive, *state.lost_names)
+
+    running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
+    answers = await asyncio.gather(*(concerned(name) for name in running))
+    told = tuple(name for name, is_concerned in answers if is_concerned)
+    keeping = await _fleets_that_keep(client, node)
+    if not force:
+        for fleet in sorted({*(fleets[name] for name in told), *keeping}):
+            await _check_silent(client, task_queue, fleet, node)
+    for name in told:
+        # The node was asked just now, or the person knows better: the job need not have missed it for long.
+        await signal_open(client, name, "report", ReportMessage(node=node, because=because, by=whoami(), force=True))
+    for fleet in keeping:
+        message = {"node": node, "because": because, "by": whoami()}
+        await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}").signal("declare_dead", message)
+    everybody = (*told, *(f"fleet {fleet}" for fleet in keeping))
+    if silent := [name for name, is_concerned in answers if is_concerned is None]:
+        told_now = ", ".join(everybody) or "no job"
+        raise Mistake(f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again")
+    if not everybody:
+        raise Mistake(f"node {node}: no running job has ranks on it, and no fleet keeps it for one that has ended, so nobody was told")
+    return everybody
+
+
+async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
+    """Return the running fleets that keep a node for ranks which a job or a submission that has ended may have there."""
+    found = []
+    async for execution in client.list_workflows(f"WorkflowType = '{WORKFLOW}' AND ExecutionStatus = 'Running'"):
+        fleet = execution.id.removeprefix(FLEET_ID_PREFIX)
+        state = await _query(client, fleet)
+        kept = (place.node for record in state.claims for place in (record.places if record.closed else record.inherited))
+        if node in kept:
+            found.append(fleet)
+    return tuple(found)
+
+
+async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) -> None:
+    """Ask a node whether it answers.
+
+    Raises:
+        Mistake: it does, or no worker could ask it.
+    """
+    try:
+        [seen] = await client.execute_activity(
+            "look_at_nodes",
+            {"fleet": fleet, "nodes": [node]},
+            id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=tuple[NodeLook, ...],
+            schedule_to_close_timeout=LOOK_WITHIN,
+            heartbeat_timeout=ACTIVITY_WITHIN,
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            summary=f"whether {node} answers, for {whoami()}",
+        )
+    except ActivityFailureError as error:
+        raise Mistake(
+            f"node {node}: no worker could ask it whether it is dead ({error.cause or error}); --force declares it dead"
+        ) from None
+    if not seen.silent:
+        jobs = ", ".join(sorted({f"job {one.job}" for one in seen.living}))
+        lives = f"ranks of {jobs} live there" if jobs else "no rank lives there"
+        raise Mistake(
+            f"node {node} answered just now, and {lives}: it is not declared dead, for ranks there would go on "
+            "beside new ones. Power it off or cut its network first; --force declares it dead all the same"
+        )
 
 
 async def pause(client: Client, task_queue: str, fleet: str, because: str) -> Answer:

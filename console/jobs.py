@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ from temporalio.client import (
     WorkflowQueryFailedError,
     WorkflowQueryRejectedError,
 )
-from temporalio.common import RetryPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
 from console.files import check_name
 from console.submission import GENERATION, PHASE, WORKFLOW, submit, whoami
 from console.views import Watch, merge_watches
-from recovery.fleet.model import NodeLook
 from recovery.model import Incident, JobState
 from settings import Mistake
 from workflows.log_messages import ReadIncidentsInput, ReadIncidentsOutput
@@ -34,9 +31,6 @@ from workflows.messages import WORKFLOW_ID_PREFIX, CancelMessage, JobResult, Rep
 QUERY_WITHIN = timedelta(seconds=5)
 """A live worker answers in milliseconds, one that replays a long history in a second or two; without one nobody ever does."""
 ACTIVITY_WITHIN = timedelta(seconds=10)
-LOOKED_AT_ONCE = 16
-LOOK_WITHIN = timedelta(seconds=40)
-"""For a worker to ask a node that may not answer."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +174,10 @@ async def list_jobs(client: Client) -> list[Row]:
 
 
 async def cancel(client: Client, name: str, because: str) -> None:
-    await _signal_open(client, name, "cancel", CancelMessage(because=because, by=whoami()))
+    await signal_open(client, name, "cancel", CancelMessage(because=because, by=whoami()))
 
 
-async def _signal_open(client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage) -> None:
+async def signal_open(client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage) -> None:
     try:
         await handle_of(client, name).signal(signal, message)
     except RPCError as error:
@@ -198,7 +192,7 @@ async def retry(client: Client, task_queue: str, name: str, because: str, avoid:
     avoid = tuple(check_name("node", node) for node in avoid)
     described = await describe(client, name)
     if described.status == WorkflowExecutionStatus.RUNNING:
-        await _signal_open(
+        await signal_open(
             client, name, "force_retry", RetryMessage(because=because, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets)
         )
         return f"job {name} runs: it was asked for a new generation"
@@ -207,70 +201,3 @@ async def retry(client: Client, task_queue: str, name: str, because: str, avoid:
         raise Mistake(f"job {name} ended as {now.status} without a result and no worker answers for it: start one, or submit the job anew")
     await submit(client, task_queue, now.state.spec, now.state.policy, because, now.state, renew_budgets, avoid)
     return f"job {name} had ended ({now.phase}): started again with its history and budgets"
-
-
-async def declare_dead(client: Client, task_queue: str, node: str, because: str, force: bool) -> tuple[str, ...]:
-    """Tell every running job that may have ranks on a node that nothing runs there any more; return the jobs.
-
-    Raises:
-        Mistake: no running job has to do with the node, or it answers and `force` is not given.
-    """
-    check_name("node", node)
-    gate = asyncio.Semaphore(LOOKED_AT_ONCE)
-    fleets: dict[str, str] = {}
-
-    async def concerned(name: str) -> tuple[str, bool | None]:
-        async with gate:
-            state = (await look(client, name)).state
-        if state is None:
-            return name, None
-        fleets[name] = state.spec.fleet
-        return name, node in (*(slot.node for slot in state.slots), *state.maybe_alive, *state.lost_names)
-
-    running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
-    answers = await asyncio.gather(*(concerned(name) for name in running))
-    told = tuple(name for name, is_concerned in answers if is_concerned)
-    if not force:
-        for fleet in sorted({fleets[name] for name in told}):
-            await _check_silent(client, task_queue, fleet, node)
-    for name in told:
-        # The node was asked just now, or the person knows better: the job need not have missed it for long.
-        await _signal_open(client, name, "report", ReportMessage(node=node, because=because, by=whoami(), force=True))
-    if silent := [name for name, is_concerned in answers if is_concerned is None]:
-        raise Mistake(
-            f"node {node}: told {', '.join(told) or 'no job'}; no worker answers for {', '.join(silent)}: start a worker and say it again"
-        )
-    if not told:
-        raise Mistake(f"node {node}: no running job has ranks on it, so nobody was told")
-    return told
-
-
-async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) -> None:
-    """Ask a node whether it answers.
-
-    Raises:
-        Mistake: it does, or no worker could ask it.
-    """
-    try:
-        [seen] = await client.execute_activity(
-            "look_at_nodes",
-            {"fleet": fleet, "nodes": [node]},
-            id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
-            task_queue=task_queue,
-            result_type=tuple[NodeLook, ...],
-            schedule_to_close_timeout=LOOK_WITHIN,
-            heartbeat_timeout=ACTIVITY_WITHIN,
-            retry_policy=RetryPolicy(maximum_attempts=1),
-            summary=f"whether {node} answers, for {whoami()}",
-        )
-    except ActivityFailureError as error:
-        raise Mistake(
-            f"node {node}: no worker could ask it whether it is dead ({error.cause or error}); --force declares it dead"
-        ) from None
-    if not seen.silent:
-        jobs = ", ".join(sorted({f"job {one.job}" for one in seen.living}))
-        lives = f"ranks of {jobs} live there" if jobs else "no rank lives there"
-        raise Mistake(
-            f"node {node} answered just now, and {lives}: it is not declared dead, for ranks there would go on "
-            "beside new ones. Power it off or cut its network first; --force declares it dead all the same"
-        )

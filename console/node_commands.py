@@ -168,9 +168,9 @@ def declare_dead(
 ) -> None:
     """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere. Refused where the node answers, unless
     --force: ranks that live there would go on beside the new ones."""
-    from console import jobs
+    from console import fleets
 
-    told = with_client(lambda client, s: jobs.declare_dead(client, s.task_queue, node, because, force))
+    told = with_client(lambda client, s: fleets.declare_dead(client, s.task_queue, node, because, force))
     print(f"node {node} is dead: told {', '.join(told)}")
 
 

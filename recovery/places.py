@@ -39,6 +39,10 @@ class Place:
         return cls(machine, boot_id, int(uid), state)
 
 
+MOVED = ""
+"""In place of a place: an earlier submission's, under another address or user than the fleet file has now."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartedPlaces:
     """The places of one generation's nodes."""
@@ -46,7 +50,7 @@ class StartedPlaces:
     submission: int
     generation: int
     by_node: dict[str, str]
-    """`Place.text` by node."""
+    """`Place.text` by node, or MOVED."""
 
 
 def parse_place(value: object) -> Place | None:
@@ -96,6 +100,11 @@ def find_doubt(places: Iterable[StartedPlaces], node: str, answering: Place | No
     """
     for one in places:
         if (text := one.by_node.get(node)) is not None:
+            if text == MOVED:
+                return (
+                    f"{node} answers, but the fleet file had another address or user for it "
+                    "when ranks of an earlier submission were started there"
+                )
             doubt = explain_doubt(node, one.generation, Place.from_text(text), answering)
             if doubt is not None:
                 return doubt

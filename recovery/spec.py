@@ -332,6 +332,12 @@ class FleetNode(Strict):
     spare: bool = False
     power: Power | None = None
 
+    @property
+    def login(self) -> str:
+        """Where and as whom its agent is reached, for people: `train@10.0.0.7:2222`."""
+        login = f"{self.user}@{self.address}" if self.user else self.address
+        return f"{login}:{self.port}" if self.port else login
+
 
 class FleetLimits(Strict):
     """What keeps one mistake from taking a whole fleet down. A share is of the fleet's nodes, rounded down, and at least one."""

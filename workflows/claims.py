@@ -19,6 +19,7 @@ with workflow.unsafe.imports_passed_through():
     from recovery.fleet.messages import Claim, FaultReport, Grant, Offer, Place
     from recovery.leaving import left_out
     from recovery.model import JobState, LaunchedGeneration, Relaunch, Slot
+    from recovery.places import MOVED, StartedPlaces
     from recovery.ranks import keep_places
     from workflows import orders
     from workflows.messages import ClaimsCarried
@@ -93,7 +94,7 @@ class Claims:
         if grant.kind == "granted":
             self._more, self.fewer = grant.places, grant.fewer
         if grant.holding:
-            self._tell(RanksFound(grant.holding, launched=grant.launched))
+            self._tell(_ranks_found(grant))
         self._tell(NodesGranted(generation, tuple(place.node for place in grant.places)))
 
     @property
@@ -153,7 +154,7 @@ class Claims:
                 await self._ask(keep, unwanted, queue=grant.kind == "yield")
             waits = True
         if grant.holding:
-            self._tell(RanksFound(grant.holding, launched=grant.launched))
+            self._tell(_ranks_found(grant))
             await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job().maybe_alive))
         return keep_places(self._job().slots if keep else (), grant.places)
 
@@ -194,7 +195,7 @@ class Claims:
             self._answers.append(grant)
         elif grant.holding:
             # It had all that it wanted; what is new is where older ranks live. They are stopped with the next launch, or at the end.
-            self._tell(RanksFound(grant.holding, launched=grant.launched))
+            self._tell(_ranks_found(grant))
 
     def _as_it_is(self, seq: int) -> Claim:
         return as_it_is(self._job(), seq, self.nodes)
@@ -242,6 +243,11 @@ class Claims:
             self._reported = suspects(job)
             report = FaultReport(job.name, job.submission, self._reported)
             await self._signal("report_faults", report, f"report faults to fleet {job.spec.fleet}")
+
+
+def _ranks_found(grant: Grant) -> RanksFound:
+    moved = StartedPlaces(0, 0, dict.fromkeys(grant.moved, MOVED))
+    return RanksFound(grant.holding, launched=grant.launched, places=(moved,) if grant.moved else ())
 
 
 def _summary(message: Claim, fleet: str) -> str:

@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
         FleetInput,
         apply_message,
         claim_fact,
+        dead_fact,
         fault_report_fact,
         pause_fact,
         quarantine_fact,
@@ -292,6 +293,10 @@ class Fleet:
     @workflow.signal(description='Take a node into service again; you vouch for it: {"node": "n2", "because", "by"}.')
     def release(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("release", message, release_fact))
+
+    @workflow.signal(description='Vouch that nothing of jobs that have ended runs on a node: {"node": "n2", "because", "by"}.')
+    def declare_dead(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("declare_dead", message, dead_fact))
 
     @workflow.signal(description='Stop all repairs, until `resume`: {"because", "by"}, all optional.')
     def pause(self, message: Any = None, *_more: Any) -> None:

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from recovery.fleet.facts import (
     Applied,
     Claimed,
+    DeadDeclared,
     Fact,
     FaultsReported,
     PauseAsked,
@@ -78,6 +79,8 @@ class QuarantineMessage(Strict):
 
 
 class ReleaseMessage(Strict):
+    """Of `release` and `declare_dead`."""
+
     node: str = ""
     because: Reason = ""
     by: str = ""
@@ -130,6 +133,13 @@ def release_fact(raw: Any) -> Fact:
     if (wrong := _wrong_node(message.node)) is not None:
         return Rejected("release", wrong)
     return ReleaseAsked(message.node, message.because[:LONGEST_REASON], message.by)
+
+
+def dead_fact(raw: Any) -> Fact:
+    message = ReleaseMessage.model_validate(raw)
+    if (wrong := _wrong_node(message.node)) is not None:
+        return Rejected("declare_dead", wrong)
+    return DeadDeclared(message.node, message.because[:LONGEST_REASON], message.by)
 
 
 def pause_fact(raw: Any) -> Fact:

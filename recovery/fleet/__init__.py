@@ -20,6 +20,7 @@ from recovery.fleet.board import Board
 from recovery.fleet.facts import (
     Applied,
     Claimed,
+    DeadDeclared,
     Fact,
     FaultsReported,
     JobsClosed,
@@ -83,6 +84,8 @@ def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
             return fleet_nodes.quarantine_asked(state, fact, now)
         case ReleaseAsked():
             return fleet_nodes.release_asked(state, fact, now)
+        case DeadDeclared():
+            return fleet_nodes.dead_declared(state, fact, now)
         case PauseAsked():
             return breaker.pause_asked(state, fact, now)
         case ResumeAsked():
@@ -206,10 +209,11 @@ def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[F
     given_back = {one.job: one for one in state.given_back}
     for record in state.claims:
         if record.closed:
-            found[record.key].update(place.node for place in record.places)
+            found[record.key].update(place.node for place in record.places if place.node not in record.moved)
         elif record.waits and record.said and record.inherited:
             # Whoever comes before this job may wait for just these nodes.
-            found[record.claim.job, record.claim.submission - 1].update(place.node for place in record.inherited)
+            older = record.claim.job, record.claim.submission - 1
+            found[older].update(place.node for place in record.inherited if place.node not in record.moved)
     for node in state.nodes if state.awaited is not None else ():
         for living in node.look.living if node.look else ():
             known, last = records.get(living.job), given_back.get(living.job)
@@ -225,7 +229,7 @@ def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[F
                 found[living.job, living.submission].add(node.name)
     recent = tuple(one for one in state.reclaims if now - one.at < RECLAIM_AGAIN)
     wait = {(one.job, one.submission) for one in recent}
-    due = [key for key in sorted(found) if key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy]
+    due = [key for key in sorted(found) if found[key] and key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy]
     recent += tuple(Reclaiming(*key, now) for key in due)
     if recent != state.reclaims:
         state = replace(state, reclaims=recent)

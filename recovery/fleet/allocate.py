@@ -130,7 +130,13 @@ def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
     if holding:
         because += f"; ranks of an earlier submission may live on {_named(holding)}"
     return Grant(
-        claim.submission, claim.seq, places=places, because=because, holding=holding, launched=record.inherited_launched if holding else ()
+        claim.submission,
+        claim.seq,
+        places=places,
+        because=because,
+        holding=holding,
+        launched=record.inherited_launched if holding else (),
+        moved=tuple(node for node in holding if node in record.moved),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -42,6 +42,9 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     if state.awaited is not None:
         state = replace(state, awaited=tuple(job for job in state.awaited if job != claim.job))
     record = _record(claim, known, now)
+    if known is not None and known.moved:
+        older = {place.node for place in (*record.inherited, *claim.holds)}
+        record = replace(record, moved={node: login for node, login in known.moved.items() if node in older})
     if known is not None and (left := {place.node for place in _knew(claim, known)} - {place.node for place in record.places}):
         # It has stopped what lived there of earlier submissions; what lives there of its own the next look says.
         state = _without_living(state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left))))
@@ -68,11 +71,47 @@ def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) 
 def reclaimed(state: FleetState, fact: Reclaimed, now: datetime) -> FleetState:
     state = _without_living(state, fact)
     for record in [record for record in state.claims if record.claim.job == fact.job]:
-        after = replace(record, inherited=_less(record.inherited, fact.nodes)) if record.claim.submission >= fact.submission else record
+        # Who answered for a node that has moved never saw the ranks.
+        nodes = [node for node in fact.nodes if node not in record.moved]
+        after = replace(record, inherited=_less(record.inherited, nodes)) if record.claim.submission >= fact.submission else record
         if record.closed and record.claim.submission <= fact.submission:
-            claim = replace(record.claim, holds=_less(record.claim.holds, fact.nodes))
-            after = replace(after, claim=claim, granted=_less(record.granted or (), fact.nodes))
+            after = _without_nodes(after, nodes)
         state = without(state, after, now) if after.closed and not after.places else _with(state, after)
+    return state
+
+
+def _without_nodes(record: ClaimRecord, nodes: Iterable[str]) -> ClaimRecord:
+    claim = replace(record.claim, holds=_less(record.claim.holds, nodes))
+    return replace(record, claim=claim, granted=_less(record.granted or (), nodes))
+
+
+def note_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
+    """Remember how nodes were reached when ranks may have been started there, where the file says another way now.
+
+    Args:
+        state: With the nodes as the fleet file has them now.
+        was: The login of each node as it had them before.
+    """
+    now = {node.name: node.spec.login for node in state.nodes}
+    return replace(state, claims=tuple(_with_moves(record, was, now) for record in state.claims))
+
+
+def _with_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, str]) -> ClaimRecord:
+    held = {place.node for place in record.places}
+    then = {node: login for node, login in {**was, **record.moved}.items() if node in held}
+    moved = {node: login for node, login in then.items() if now.get(node, login) != login}
+    return replace(record, moved=moved) if moved != record.moved else record
+
+
+def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
+    """Take a person's word that nothing of jobs that have ended lives on a node, nor of earlier submissions."""
+    for record in state.claims:
+        after = replace(record, inherited=_less(record.inherited, [node]))
+        after = _without_nodes(after, [node]) if record.closed else after
+        if after != record:
+            moved = {name: login for name, login in record.moved.items() if name != node}
+            after = replace(after, moved=moved)
+            state = without(state, after, now) if after.closed and not after.places else _with(state, after)
     return state
 
 
@@ -132,7 +171,8 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
         job = old.claim.job
         if (record := known.get(job)) is not None:
             launched = tuple(dict.fromkeys((*record.inherited_launched, *old.launched)))
-            state = _with(state, replace(record, inherited=_both(record, old), inherited_launched=launched))
+            moved = {**old.moved, **record.moved}
+            state = _with(state, replace(record, inherited=_both(record, old), inherited_launched=launched, moved=moved))
         elif (last := given_back.get(job)) is None:
             state = _with(state, old)
         elif inherited := old.inherited if last.submission == old.claim.submission else old.places:

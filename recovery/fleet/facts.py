@@ -42,6 +42,8 @@ class Remembered:
     breaker: Breaker = field(default_factory=Breaker)
     lost: str = ""
     """Why some of it, or all, is not to be had any more."""
+    logins: dict[str, str] = field(default_factory=dict)
+    """How the nodes were reached that jobs held: the fleet file may have changed since."""
     kind: Literal["Remembered"] = "Remembered"
 
 
@@ -134,6 +136,16 @@ class ReleaseAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadDeclared:
+    """A person vouches that nothing of jobs that have ended runs on a node any more."""
+
+    node: str
+    because: str
+    by: str
+    kind: Literal["DeadDeclared"] = "DeadDeclared"
+
+
+@dataclass(frozen=True, slots=True)
 class PauseAsked:
     because: str
     by: str
@@ -172,6 +184,7 @@ Fact = Annotated[
     | RepairEnded
     | QuarantineAsked
     | ReleaseAsked
+    | DeadDeclared
     | PauseAsked
     | ResumeAsked
     | Rejected,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from recovery.fleet.claims import restored, worth_restoring
+from recovery.fleet.claims import note_moves, restored, worth_restoring
 from recovery.fleet.facts import Remembered
 from recovery.fleet.model import Breaker, FleetState, Mark, NodeRecord, Standing
 from recovery.fleet.nodes import FLEET_FILE, is_out, noticed
@@ -30,9 +30,11 @@ def memory(*runs: FleetState) -> Remembered:
         if not state.nodes:
             return before
         state = _taken_over(state, before)
+    held = {place.node for record in state.claims for place in record.places}
     records = (_worth(node) for node in state.nodes if node.by != FLEET_FILE)
     nodes = tuple(record for record in records if record != NodeRecord(record.spec))
-    return Remembered(nodes, worth_restoring(state.claims), state.breaker)
+    logins = {node.name: node.spec.login for node in state.nodes if node.name in held}
+    return Remembered(nodes, worth_restoring(state.claims), state.breaker, logins=logins)
 
 
 def _worth(record: NodeRecord) -> NodeRecord:
@@ -102,7 +104,7 @@ def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState
 def _taken_over(state: FleetState, fact: Remembered) -> FleetState:
     known = {record.name: record for record in fact.nodes}
     nodes = tuple(_remembered(node, known.get(node.name)) for node in state.nodes)
-    state = restored(state, fact.claims)
+    state = note_moves(restored(state, fact.claims), fact.logins)
     return replace(state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), remembered=True)
 
 

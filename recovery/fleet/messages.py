@@ -119,6 +119,9 @@ class Grant:
     """Nodes on which ranks of an earlier submission of this job may live: it stops them first."""
     launched: tuple[LaunchedGeneration, ...] = ()
     """What is known of those ranks. Of a node that is in none of these nothing is known."""
+    moved: tuple[str, ...] = ()
+    """Of `holding`, nodes whose address or user has changed in the fleet file since: what answers
+    for them now never saw those ranks, and proves nothing of them."""
     fewer: str = ""
     """Why there are fewer than the job would take, in words for people; empty: there are not."""
     above: int = 0

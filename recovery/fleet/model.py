@@ -162,6 +162,9 @@ class ClaimRecord:
     """When there is news for it that had to wait, so that a busy fleet does not flood its jobs."""
     restored: bool = False
     """As the run before this one knew it; the job has not said yet what it holds."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Of `places`, nodes that have another address or user in the fleet file now than when ranks may
+    have been started there: the earlier login of each. What answers now proves nothing of them."""
 
     @property
     def key(self) -> tuple[str, int]:

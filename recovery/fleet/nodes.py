@@ -7,11 +7,10 @@ from datetime import datetime, timedelta
 
 from recovery.evidence import Verdict
 from recovery.facts import text
-from recovery.fleet.claims import all_retracted, by_marks
-from recovery.fleet.facts import Applied, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
+from recovery.fleet.claims import all_retracted, by_marks, declared_dead, note_moves
+from recovery.fleet.facts import Applied, DeadDeclared, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
 from recovery.fleet.messages import Withdraw
 from recovery.fleet.model import FleetState, Living, NodeLook, NodeRecord, Standing
-from recovery.spec import FleetNode
 
 FLEET_FILE = "fleet file"
 """Who quarantines a node that the file does not name any more."""
@@ -60,7 +59,9 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
     nodes += [_left(record, now) for record in known.values()]
     for notice in _describe_moves(state, fact):
         state = noticed(state, notice, now)
-    return replace(state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True)
+    logins = {node.name: node.spec.login for node in state.nodes}
+    state = replace(state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True)
+    return note_moves(state, logins)
 
 
 def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
@@ -70,20 +71,15 @@ def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
     found = []
     for spec in fact.nodes:
         was = before.get(spec.name)
-        if was is None or spec.name not in jobs or _login(was) == _login(spec):
+        if was is None or spec.name not in jobs or was.login == spec.login:
             continue
         found.append(
-            f"{spec.name} is {_login(spec)} now and was {_login(was)}, while job {jobs[spec.name]} has it: "
+            f"{spec.name} is {spec.login} now and was {was.login}, while job {jobs[spec.name]} has it: "
             f"if its ranks were not started there, the job takes {spec.name} for lost; "
             "write the old one again, or end its ranks there and `nodes declare-dead` it"
         )
     more = [f"and {len(found) - MAX_MOVES_NAMED} more nodes moved while jobs have them"]
     return found[:MAX_MOVES_NAMED] + (more if len(found) > MAX_MOVES_NAMED else [])
-
-
-def _login(spec: FleetNode) -> str:
-    login = f"{spec.user}@{spec.address}" if spec.user else spec.address
-    return f"{login}:{spec.port}" if spec.port else login
 
 
 def _left(record: NodeRecord, now: datetime) -> NodeRecord:
@@ -273,3 +269,11 @@ def release_asked(state: FleetState, fact: ReleaseAsked, now: datetime) -> Fleet
         return noticed(state, f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}", now)
     record = all_retracted(replace(in_service(record, now), read_at=None), f"{by} released it: {because}")
     return noticed(put(state, record), f"{by} released {record.name}: {because}", now)
+
+
+def dead_declared(state: FleetState, fact: DeadDeclared, now: datetime) -> FleetState:
+    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    if find(state, fact.node) is None:
+        return noticed(state, f"{by} declared {fact.node} dead, which is not in fleet {state.name}", now)
+    state = declared_dead(state, fact.node, now)
+    return noticed(state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {because}", now)

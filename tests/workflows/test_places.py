@@ -91,3 +91,28 @@ async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before
         assert min(begins(rig)) >= max(ends(rig).values())
         await job.handle.signal("cancel")
         await job.result()
+
+
+@pytest.mark.parametrize("fleet_ends", [False, pytest.param(True, marks=pytest.mark.long)])
+async def test_a_later_submission_does_not_believe_a_node_that_moved_under_the_earlier_one(make_rig: MakeRig, fleet_ends: bool) -> None:
+    async with make_rig(Script((RUNS,)), nodes=3, all_ended=False) as rig:
+        first = await rig.submit(policy(FENCING), ranks=1, name="llama")
+        await first.until(lambda _: is_renewed(rig, "n2"), "a renewal")
+        submission = (await first.state()).submission
+        await first.handle.terminate("an operator")
+        rig.backend.move("n2", 1)
+        specs = rig.fleets.known.nodes
+        moved = tuple(spec.model_copy(update={"address": "10.9.9.9"}) if spec.name == "n2" else spec for spec in specs)
+        rig.fleets.known = rig.fleets.known.model_copy(update={"nodes": moved})
+        if fleet_ends:
+            await rig.end_fleet()
+        else:
+            await rig.tell_fleet("apply", {"because": "n2 has another address", "by": "ada"})
+        second = await rig.submit(policy(FENCING), ranks=1, name="llama")
+        await second.until(lambda state: state.launched_at is not None, "a launch")
+        old = [life for life in rig.backend.lives if life.token.submission == submission and life.kind == "ended"]
+        new = [life for life in rig.backend.lives if life.token.submission > submission and life.kind == "started"]
+        assert {life.node for life in old} == {"n1", "n2"}
+        assert min(life.at for life in new) >= max(life.at for life in old)
+        await second.handle.signal("cancel")
+        await second.result()
