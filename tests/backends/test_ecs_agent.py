@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from backends import session as session_module
 from backends.artifact import build_agent
 from backends.base import Gone, Logs, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
 from backends.ecs import aws as aws_module
@@ -21,6 +22,7 @@ from backends.ecs import batch as batch_module
 from backends.ecs import cluster as cluster_module
 from backends.ecs import follow as follow_module
 from backends.ecs import inside
+from backends.ecs import stream as stream_module
 from backends.ecs.backend import EcsBackend
 from backends.ecs.launch import stamp
 from backends.ecs.stream import ECS_SEQ
@@ -35,7 +37,10 @@ FOR_EVER = ("sleep", "600")
 NUMBERS = iter(range(1, 10_000))
 PATIENCE = 30.0
 POLL, BEAT = 0.4, 0.4
-"""Seconds. Three of the former without an answer of AWS break a watch, three of the latter without one of the agent its connection."""
+"""Seconds."""
+PATIENT = 60
+"""Polls without an answer of AWS that break a watch, and beats without one of the agent that break its connection. Production takes three
+of each; here a busy machine must not be mistaken for silence."""
 Line = Mapping[str, Any]
 SAID = {"ranks": [0], "port": 29400}
 WITH_AGENT = {
@@ -57,6 +62,10 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
             patch.setattr(module, "GATHER", 0.002)
         patch.setattr(cluster_module, "FIRST_LOOK", 0.05)
         patch.setattr(inside, "RETRY", (0.05, 0.2))
+        patch.setattr(stream_module, "STALE_POLLS", PATIENT)
+        for module in (inside, session_module):
+            patch.setattr(module, "SILENT_BEATS", PATIENT)
+        patch.setattr(inside, "DRAINED_WITHIN", PATIENCE)
         patch.setenv("KEY_OF_TESTS", f"{KEY}\n")
         patch.setenv("ANOTHER_KEY", "another key, and long enough too")
         yield double
@@ -184,6 +193,7 @@ os._exit(3)
     )
     assert (second["seq"], second["rank"], second["stopped"]) == (2, 0, True)
     assert "end" in lines[-1]
+    await _stopped(site)  # what the ranks print comes through the log driver, after the agent's own lines
     assert "[rank 0] step 12" in site.aws.output(site.task["taskArn"], "trainer")
 
 
@@ -291,7 +301,8 @@ async def test_ranks_that_relaunch_stops_are_told_as_stopped(make: Callable[...,
     assert [(one["kind"], one["stopped"]) for one in seen(await watching)] == [("RankExited", True)]
 
 
-async def test_a_rank_that_is_heard_lives_whatever_aws_does(make: Callable[..., Site]) -> None:
+async def test_a_rank_that_is_heard_lives_whatever_aws_does(make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "STALE_POLLS", 3)
     site = make()
     await site.launch(python("for step in range(100000): print('step', step, flush=True); time.sleep(0.05)"))
     reached: list[int] = []

@@ -151,10 +151,14 @@ class Job:
             phase, now = await self.phase()
             return (phase, now) if phase in phases and (generation is None or now >= generation) else None
 
+        return await self.until(reached, f"{self.name} is not {' or '.join(phases)} in generation {generation}", patience)
+
+    async def until(self, what: Callable[[], Awaitable[Found | None]], why: str, patience: float = PATIENCE) -> Found:
+        """Do as `eventually`, and say what the job does where it does not come about."""
         try:
-            return await eventually(reached, "", patience)
-        except Unmet:
-            raise Unmet(f"{self.name} is not {' or '.join(phases)} in generation {generation} but {await self._described()}") from None
+            return await eventually(what, why, patience)
+        except Unmet as unmet:
+            raise Unmet(f"{unmet}; {self.name} is {await self._described()}") from None
 
     async def _described(self) -> str:
         with contextlib.suppress(RPCError, Mistake):
@@ -169,7 +173,7 @@ class Job:
         async def advanced() -> bool:
             return (self.step() or 0) >= before + more
 
-        await eventually(advanced, f"{self.name} does not advance from step {before}", patience)
+        await self.until(advanced, f"{self.name} does not advance from step {before}", patience)
 
     async def until_watched(self) -> None:
         """Wait until leases are renewed: before its first renewal a node stops its ranks without asking anybody."""
@@ -182,7 +186,7 @@ class Job:
             # A renewal follows each beat that the server has acknowledged: at the third one the first has arrived.
             return len(seen) >= 3
 
-        await eventually(renewed, f"nobody watches {self.name}")
+        await self.until(renewed, f"nobody watches {self.name}")
 
     def step(self) -> int | None:
         try:

@@ -97,6 +97,7 @@ def test_pages_hold_a_hundred(aws: AwsDouble, caller: Caller, node: str) -> None
 def test_placement_goes_by_instance_attribute_gpus_agent_and_state(aws: AwsDouble, caller: Caller, node: str) -> None:
     family = register(aws, resourceRequirements=[{"type": "GPU", "value": "2"}])
     aws.script(family, after=None)
+    aws.add_instance(gpus=0)  # of a cluster in which every instance drains, RunTask says that it has none
     arn = aws.instance(node).arn
 
     def placed(also: str = "") -> str:

@@ -98,8 +98,8 @@ async def test_S1_3_S1_5_S1_6_S1_8_the_preset_ecs_reboot_once_from_a_fault_to_th
     async def seen_away() -> bool:
         return any(entry.startswith(reboots.Phase.DOWN) for entry in aws.repair_tags("n2"))
 
-    await eventually(rebooted, "n2 is not rebooted", 120)
-    await eventually(seen_away, "n2 is not seen to be away", 120)
+    await job.until(rebooted, "n2 is not rebooted", 120)
+    await job.until(seen_away, "n2 is not seen to be away", 120)
     examined_by(aws, "n2", nvml, "v4_r1_pass_8gpu.json")
     aws.instances["n2"].connect()
     await job.until_phase("RUNNING", generation=2, patience=120)

@@ -316,7 +316,8 @@ def _write_pid(group: Path, pid: int) -> None:
 
 def _await_up(process: subprocess.Popen[bytes], name: str) -> None:
     assert process.stdout is not None
-    said = process.stdout.readline()
+    with process.stdout as stdout:  # it says nothing more
+        said = stdout.readline()
     assert said == b"up\n", f"{name} does not come up: {said!r}"
 
 

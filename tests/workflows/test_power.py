@@ -150,7 +150,7 @@ async def made(
     given = None if power is None else Power(cycle=power(state, folder))
     node = FleetNode(name="n1", address="127.0.0.1", power=given)
     spec = FleetSpec.model_validate({"name": name, "backend": "local", "repairs": repairs, "nodes": [node]})
-    backend, kept = LocalBackend(spec, state, agent, answer_within=1.0), local_power.command
+    backend, kept = LocalBackend(spec, state, agent, answer_within=10.0), local_power.command
     if reboots is not None:
         local_power.command = lambda folder: reboots
     one = World(client, f"q-{uuid.uuid4().hex[:8]}", name, state, backend, Told(client, name, answers))
