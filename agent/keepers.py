@@ -74,7 +74,10 @@ def _is_of_this_node(pid: int, places: List[str]) -> bool:
         return False
     prefix = b"RELAUNCH_AGENT_STATE="
     given = [os.fsdecode(variable[len(prefix) :]) for variable in variables if variable.startswith(prefix)]
-    return os.path.realpath(given[0]) in places if given else len(places) > 1
+    if not given:
+        return len(places) > 1
+    # A relative path means nothing here: the other process was started in a folder of its own.
+    return os.path.isabs(given[0]) and os.path.realpath(given[0]) in places
 
 
 def _list_held(pid: int) -> List[Tuple[str, Tuple[int, int]]]:

@@ -399,3 +399,16 @@ async def test_a_watcher_that_lost_its_connection_is_told_the_end_when_it_is_bac
         Path("go").unlink()
     assert [line["observation"]["exit_code"] for line in lines if "observation" in line] == [6]
     assert container.ended() == 6
+
+
+def test_a_relative_state_folder_is_not_mistaken_for_another_containers(make: Make, tmp_path: Path) -> None:
+    def in_its_folder(number: int) -> dict[str, Any]:
+        inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path / str(number))]
+        return {"env": {"RELAUNCH_AGENT_STATE": "state"}, "before": inside}
+
+    first = make(FOR_EVER, **in_its_folder(0))
+    assert first.pids()
+    second = make(["true"], **in_its_folder(1))
+    assert second.ended() == 0, second.printed
+    first.process.terminate()
+    first.ended()
