@@ -111,7 +111,8 @@ def make(tmp_path: Path, agent: Path) -> Iterator[Make]:
         one.process.kill()
         one.process.wait()
         # What a container's end takes along with it.
-        signal_all(processes_of(one.state, b"RELAUNCH_AGENT_STATE"), signal.SIGKILL)
+        while left := processes_of(one.state, b"RELAUNCH_AGENT_STATE"):  # some are forked while others are killed
+            signal_all(left, signal.SIGKILL)
 
 
 def in_shell(text: str) -> list[str]:

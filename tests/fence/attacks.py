@@ -395,6 +395,22 @@ async def fleet_terminated(attempt: Attempt) -> None:
     await _resubmit(attempt, with_fleet=True)
 
 
+@attack(can_share=False)
+async def resubmitted_elsewhere(attempt: Attempt) -> None:
+    """A job is terminated, a node of it gets another host's address in the fleet file, and the job is submitted again."""
+    times = {"lease": "8s", "fence_after": "20s"}
+    job = await attempt.run(times=times)
+    victim, world = job.hosts()[-1], attempt.world
+    spare = next(host for name, host in world.network.hosts.items() if name not in job.nodes())
+    await jobs.handle_of(world.client, job.name).terminate("an operator")
+    world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
+    _, said = await world.run_starter("nodes", "apply", "--because", "renumbered", "--fleet", FLEET)
+    attempt.note(" ".join(said.split())[:200])
+    attempt.job = await world.submit_ranks(name=job.name, times=times)
+    await attempt.await_newer(victim)
+    await attempt.await_end(victim)
+
+
 async def _resubmit(attempt: Attempt, with_fleet: bool) -> None:
     times = {"lease": "8s", "fence_after": "30s"}
     job = await attempt.run(times=times)
