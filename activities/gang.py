@@ -62,6 +62,8 @@ class NodeView:
     misbehaves: bool = False
     """It said what makes no sense: it counts as silent, and is not renewed, until it has made sense for a while."""
     good_beats: int = 0
+    is_stalled: bool = False
+    """The process that reaps its ranks does not answer: their exits may not be told."""
     stream: WatchStream | None = None
     stamp: float | None = None
     """The newest that is not renewed from."""
@@ -164,6 +166,7 @@ class Gang:
             self._check_ranks(node, map(int, heartbeat.get("progress") or ()))
             view.stamp, view.stamped_at = float(heartbeat["stamp"]), read_boot_clock()
             view.good_beats += 1
+            view.is_stalled = heartbeat.get("keeper_silent") is not None
             self._note_answer(node)
             self._first_stamps.set()
             self._progress(view, heartbeat.get("progress") or {}, now)
@@ -312,6 +315,7 @@ class Gang:
             values=first.values if first else {},
             reachable=len(self._nodes) - len(silent),
             unreachable=silent[:SLOWEST_NAMED],
+            stalled=tuple(node for node, view in self._nodes.items() if view.is_stalled)[:SLOWEST_NAMED],
             pace=self._pace,
             checkpoint=self._checkpoint(),
             based=self._is_based(),

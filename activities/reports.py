@@ -74,3 +74,5 @@ class WatchHeartbeat:
     based: bool = False
     """It is known which checkpoint there was when this watch began: `baseline`, or none."""
     baseline: int | None = None
+    stalled: tuple[str, ...] = ()
+    """Nodes whose disk hangs, or where the process that reaps ranks was stopped: exits there may not be told."""

@@ -274,6 +274,7 @@ class Heartbeat(_Answer):
     stamp: Seconds
     alive: Ranks = []
     lease_left: Seconds | None = None
+    keeper_silent: Seconds | None = None
     progress: Annotated[dict[RankNumber, Progress], Field(max_length=MAX_RANKS)] = {}
 
 

@@ -51,6 +51,7 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
         "because": now.memo.get("because"),
         "next": {"what": now.memo.get("next"), "at": None},
         "lost": [],
+        "stalled": [],
         "avoided": [],
         "notices": [],
         "source": now.source,

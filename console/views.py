@@ -29,6 +29,8 @@ class Watch:
     unreachable: tuple[str, ...] = ()
     checkpoint: int | None = None
     """The step of the newest finished one."""
+    stalled: tuple[str, ...] = ()
+    """Nodes where the exit of a rank may not be told."""
 
 
 def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
@@ -49,6 +51,7 @@ def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
         reachable=sum(counts) if counts else None,
         unreachable=tuple(node for d in details for node in d.get("unreachable") or ()),
         checkpoint=min(saved, default=None),
+        stalled=tuple(node for d in details for node in d.get("stalled") or ()),
     )
 
 
@@ -96,6 +99,7 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "next": {"what": what_next(state), "at": _iso(state.next.at)},
         "incident": history_entry(shown) if shown else None,
         "lost": list(state.lost_names),
+        "stalled": list(watch.stalled) if watch is not None else [],
         "leaving": [
             {"node": one.node, "by": one.by, "because": one.because, "until": _iso(one.until), "denied": one.denied or None}
             for one in state.leaving
@@ -171,6 +175,9 @@ def show_lines(view: Mapping[str, Any]) -> list[str]:
     ]
     if view["lost"]:
         lines.append(f"lost        {names(view['lost'])}")
+    if view["stalled"]:
+        why = "its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
+        lines.append(f"stalled     {names(view['stalled'])}: {why}")
     lines += [f"avoided     {a['node']}: {a['because']}" for a in view["avoided"]]
     lines += [f"notice      {notice}" for notice in view["notices"]]
     if view["incident"]:

@@ -14,6 +14,7 @@ from temporalio.client import Client
 from activities import gang as gang_module
 from activities.fleet import FleetActivities, LookInput
 from activities.job import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
+from activities.reports import WatchHeartbeat
 from backends.base import Prepared, PrepareOrder, Refused
 from backends.simulated import Exit, Script, SimulatedBackend
 from recovery.events import FaultObserved, NodeReturned, NodeUnreachable
@@ -210,3 +211,17 @@ async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence
     looks = await environment().run(activities.look_at_nodes, LookInput("default", ("n1", "n2")))
     assert [one.node for one in looks] == ["n1", "n2"] and looks[0].silent == ""
     assert "its answer to list makes no sense" in looks[1].silent and named in looks[1].silent
+
+
+async def test_a_node_whose_keeper_does_not_answer_is_shown_until_it_does() -> None:
+    stalled = [{"heartbeat": {**BEAT, "stamp": 2.0, "keeper_silent": 4.1}}]
+    fleet, _ = hostile(None, [HELLO, *stalled, [1]], [HELLO, {"heartbeat": {**BEAT, "stamp": 3.0}}], lost_after="60s")
+    await fleet.launch()
+    watching = asyncio.create_task(fleet.watch())
+
+    def has_passed() -> bool:
+        shown = [details[0].stalled for details in fleet.server.beats if isinstance(details[0], WatchHeartbeat)]
+        return ("n2",) in shown and shown[-1] == ()
+
+    await eventually(has_passed, "shown and gone again")
+    watching.cancel()

@@ -70,6 +70,13 @@ def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> 
     assert denied["leaving"][0]["denied"] == "alice said no: evaluation ends at noon" and "alice said no" in denied["next"]["what"]
 
 
+def test_a_node_that_cannot_tell_of_exits_is_shown() -> None:
+    view = show(job_state(), merge_watches([{"step": 3, "stalled": ["n2"]}, {"step": 3}]), T0)
+    assert view["stalled"] == ["n2"]
+    (line,) = [line for line in show_lines(view) if line.startswith("stalled")]
+    assert line == "stalled     n2: its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
+
+
 def test_heartbeats_of_another_version_are_read_as_far_as_they_go() -> None:
     assert merge_watches([]) is None
     odd = merge_watches([{"step": None, "rate": "fast", "values": [1], "reachable": 3}, {"unreachable": ["n9"], "reachable": 4}])
