@@ -335,7 +335,8 @@ class Gang:
             if self._faults:
                 return self._make(self._fault())
             if self._returned:
-                return self._make()
+                # It may bring the last exits with it, and nobody watches ranks that have all exited.
+                return self._make(all_succeeded=self._all_succeeded())
             if self._all_succeeded():
                 return self._make(all_succeeded=True)
             if lost := self._lost():

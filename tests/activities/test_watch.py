@@ -12,7 +12,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 import activities.gang
 import activities.watch
-from activities.gang import GATHER_CASCADES
+from activities.gang import GATHER_CASCADES, Gang
 from activities.reports import WatchHeartbeat
 from activities.watch import Superseded
 from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, error_file
@@ -90,6 +90,18 @@ async def test_a_lost_node_that_answers_again_has_returned() -> None:
     await fleet.launch()
     report = await fleet.watch(lost=("n2",))
     assert report.events == (NodeReturned(1, "n2"),)
+
+
+async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> None:
+    fleet = stand()
+    gang = Gang(fleet.watch_input(lost=("n2",)), Pace(ago(1.0), expected=False))
+    for rank in range(4):
+        node = f"n{1 + rank // 2}"
+        gang.line(node, {"heartbeat": {"stamp": 1.0, "alive": [], "lease_left": 1.0, "progress": {}}})
+        gang.observed(node, RankExited(node, rank, rank % 2, 0, None, ago(0.0)))
+    report = await gang.report()
+    assert report.events == (NodeReturned(1, "n2"),)
+    assert report.all_succeeded, "no watch follows this one, and nobody would say so later"
 
 
 async def test_a_node_that_returns_while_a_fault_is_gathered_is_named_and_its_lease_is_not_renewed(

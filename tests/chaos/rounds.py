@@ -344,7 +344,7 @@ class Round:
             state = await self.job.state()
             return state.phase == "RUNNING" and node not in {slot.node for slot in state.slots}
 
-        await eventually(elsewhere, f"{self.job.name} does not train without {node}")
+        await self.job.until(elsewhere, f"{self.job.name} does not train without {node}")
 
     async def _finish_running(self) -> Expected:
         node = await self._hit()
