@@ -335,7 +335,7 @@ class Gang:
             if self._faults:
                 return self._make(self._fault())
             if self._returned:
-                # It may bring the last exits with it, and nobody watches ranks that have all exited.
+                # The last exits may come with the return, and no watch follows once all ranks have exited.
                 return self._make(all_succeeded=self._all_succeeded())
             if self._all_succeeded():
                 return self._make(all_succeeded=True)

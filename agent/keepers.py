@@ -76,7 +76,7 @@ def _is_of_this_node(pid: int, places: List[str]) -> bool:
     given = [os.fsdecode(variable[len(prefix) :]) for variable in variables if variable.startswith(prefix)]
     if not given:
         return len(places) > 1
-    # A relative path means nothing here: the other process was started in a folder of its own.
+    # A relative path cannot be compared: it was relative to the working folder of the other process.
     return os.path.isabs(given[0]) and os.path.realpath(given[0]) in places
 
 

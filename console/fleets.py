@@ -241,7 +241,7 @@ async def declare_dead(client: Client, task_queue: str, node: str, because: str,
         told_now = ", ".join(everybody) or "no job"
         raise Mistake(f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again")
     if not everybody:
-        raise Mistake(f"node {node}: no running job has ranks on it, and no fleet keeps it for one that has ended, so nobody was told")
+        raise Mistake(f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent")
     return everybody
 
 

@@ -397,7 +397,8 @@ async def fleet_terminated(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def resubmitted_elsewhere(attempt: Attempt) -> None:
-    """A job is terminated, a node of it gets another host's address in the fleet file, and the job is submitted again."""
+    """A job is terminated, a node gets another host's address in the fleet file, worker and server are killed, and the job
+    is submitted again."""
     times = {"lease": "8s", "fence_after": "20s"}
     job = await attempt.run(times=times)
     victim, world = job.hosts()[-1], attempt.world
@@ -406,6 +407,10 @@ async def resubmitted_elsewhere(attempt: Attempt) -> None:
     world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
     _, said = await world.run_starter("nodes", "apply", "--because", "renumbered", "--fleet", FLEET)
     attempt.note(" ".join(said.split())[:200])
+    for process in (world.worker, world.server):
+        await process.end(signal.SIGKILL)
+    for process in (world.server, world.worker):
+        await process.start()
     attempt.job = await world.submit_ranks(name=job.name, times=times)
     await attempt.await_newer(victim)
     await attempt.await_end(victim)
