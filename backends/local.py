@@ -26,7 +26,8 @@ from recovery.spec import FleetSpec
 __all__ = ["CUTS", "KERNEL_LOG", "LIBRARIES", "PROGRAMS", "LocalBackend", "cut", "heal", "reboot"]
 
 CUTS = ("controller-in", "controller-out", "peers")
-
+CUT = "cut"
+"""In a node's folder, while it is cut off: which of `CUTS`, a line each."""
 
 KERNEL_LOG = "kernel.log"
 """In a node's folder: where it is there, the node takes it for its kernel's log. All nodes of one machine have one kernel, and its log
@@ -35,6 +36,11 @@ cannot say which of them it means."""
 
 PROGRAMS, LIBRARIES = "bin", "lib"
 """In a node's folder: where they are there, the node finds its tools (dcgmi, nvidia-smi) and its libnvidia-ml.so.1 in them first."""
+
+
+STARTED_WITHIN = 30.0
+"""Seconds for an agent to be there. It is a process of this machine: that nothing comes from it says how busy the machine is, unless its
+node is cut off."""
 
 
 class LocalBackend(SessionBackend):
@@ -51,14 +57,14 @@ class LocalBackend(SessionBackend):
         return self._state / "nodes" / node
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
-        if (
-            not gpus
-            and node not in self._sessions
-            and not any((self.folder(node) / name).exists() for name in ("jobs", "cut", "held.json"))
-        ):
+        if not gpus and node not in self._sessions and not any((self.folder(node) / name).exists() for name in ("jobs", CUT, "held.json")):
             # Nothing ever ran there. To start a session only to hear that costs 0.2 s of a core, sixteen times on a new laptop.
             return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": [], "held": None}
         return await super().list(node, gpus)
+
+    def _started_within(self, name: str) -> float:
+        usual = super()._started_within(name)
+        return usual if (self.folder(name) / CUT).exists() else max(usual, STARTED_WITHIN)
 
     async def _connect(self, name: str) -> ProcessPipe:
         folder = self.folder(name)
@@ -100,11 +106,11 @@ def cut(folder: Path, what: Iterable[str] = CUTS, *, freeze_ranks: bool = False)
         raise ValueError(f"{', '.join(sorted(unknown))}: not a cut; one or more of {', '.join(CUTS)}")
     temporary = folder / f".cut.{uuid.uuid4().hex}"
     temporary.write_text("\n".join(words) + "\n")
-    temporary.rename(folder / "cut")
+    temporary.rename(folder / CUT)
     if freeze_ranks:
         signal_all(processes_of(folder, b"RELAUNCH_NODE_STATE"), signal.SIGSTOP)
 
 
 def heal(folder: Path) -> None:
-    (folder / "cut").unlink(missing_ok=True)
+    (folder / CUT).unlink(missing_ok=True)
     signal_all(processes_of(folder, b"RELAUNCH_NODE_STATE"), signal.SIGCONT)

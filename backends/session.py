@@ -56,6 +56,7 @@ class AgentSession:
         answer_within: float = ANSWER_WITHIN,
         silence_breaks: bool = False,
         server: str = "",
+        started_within: Callable[[], float] | None = None,
     ) -> None:
         """Make a connection, without opening it.
 
@@ -66,11 +67,13 @@ class AgentSession:
             silence_breaks: A session that answers nothing at all is given up, and the next call
                 connects anew.
             server: The id of the Temporal server whose orders these are, as tokens name it.
+            started_within: Gives the seconds for an agent that was started to say its first line; None: twice `answer_within`.
         """
         self._node = node
         self._server = server
         self._within = answer_within
         self._connect = connect
+        self._started_within = started_within or (lambda: 2 * answer_within)
         self._silence_breaks = silence_breaks
         self._opening = asyncio.Lock()
         self._link: Link | None = None
@@ -286,17 +289,23 @@ class AgentSession:
     async def _greeted(self, pipe: Pipe) -> Any:
         """Wait for the agent's first line and return the version of the protocol that it speaks."""
         line = b""
+        clock, reading = asyncio.get_running_loop().time, asyncio.ensure_future(pipe.readline())
+        begun = clock()
         try:
-            async with asyncio.timeout(2 * self._within):
-                line = await pipe.readline()
+            # Asked again and again: whether its node is cut off may change meanwhile.
+            while not reading.done() and clock() < begun + (within := self._started_within()):
+                await asyncio.wait({reading}, timeout=min(1.0, within))
+            if not reading.done():
+                await end(pipe)
+                raise Unreachable(self._node, f"the agent could not be started: it said nothing within {within:g} s")
+            line = reading.result()
             return json.loads(line)["session"]["protocol"]
-        except TimeoutError:
-            await end(pipe)
-            raise Unreachable(self._node, f"the agent could not be started: it said nothing within {2 * self._within:g} s") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             await end(pipe)
             said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")
             raise Unreachable(self._node, "the agent could not be started" + (f": {said}" if said else "")) from error
+        finally:
+            reading.cancel()
 
     def _token(self, token: Token) -> dict[str, Any]:
         return {**asdict(token), "server": self._server} if self._server else asdict(token)

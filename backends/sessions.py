@@ -36,6 +36,10 @@ class SessionBackend(ABC):
             Unreachable: it cannot be started, or not be reached.
         """
 
+    def _started_within(self, name: str) -> float:
+        """Seconds for an agent that was started on the node to say its first line."""
+        return 2 * self._answer_within
+
     def node(self, name: str) -> FleetNode:
         return self._nodes[name]
 
@@ -89,6 +93,7 @@ class SessionBackend(ABC):
     def _session(self, name: str) -> AgentSession:
         if name not in self._sessions:
             connect = partial(self._connect, name)
-            session = AgentSession(name, connect, self._answer_within, self.silence_breaks, self.server)
+            started = partial(self._started_within, name)
+            session = AgentSession(name, connect, self._answer_within, self.silence_breaks, self.server, started)
             self._sessions[name] = session
         return self._sessions[name]

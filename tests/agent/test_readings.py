@@ -12,7 +12,6 @@ from real_node import eventually
 from agent import evidence, journal
 from agent.progress import RankProgress, Unreadable, parse_file
 from agent.state import Generation
-from backends.artifact import build_agent
 
 
 @pytest.fixture
@@ -170,18 +169,6 @@ def test_a_torn_journal_goes_on_after_its_last_whole_line(generation: Generation
     record.append(("Fenced", {"why": "isolated", "because": "c"}))
     record.close()
     assert [(seen["seq"], seen["kind"]) for seen in journal.read(generation.journal)][2:] == [(3, "Fenced")]
-
-
-def test_the_artifact_is_named_after_what_is_in_it(tmp_path: Path) -> None:
-    first = build_agent(tmp_path / "a")
-    second = build_agent(tmp_path / "b")
-    assert first.name == second.name
-    assert first.read_bytes() == second.read_bytes()
-    before = first.stat()
-    assert build_agent(tmp_path / "a") == first
-    assert first.stat().st_mtime_ns == before.st_mtime_ns
-    first.write_bytes(b"torn")
-    assert build_agent(tmp_path / "a").read_bytes() == second.read_bytes()
 
 
 @pytest.mark.parametrize("written", ["9007199254740993", "1" + "0" * 40, '{"step": 1e300}', '{"step": 3, "checkpoint": 9007199254740993}'])

@@ -168,11 +168,12 @@ async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launche
     assert (await probe(fleet.backend))["held"] is None
     diagnosing = asyncio.create_task(fleet.backend.diagnose("n1", "r1", 2, 4.0))
 
-    async def is_held() -> bool:
-        return await held(fleet.backend) is not None
+    async def is_named() -> bool:
+        """Who holds it is written a moment after it is held."""
+        holder = await held(fleet.backend)
+        return holder is not None and (holder["by"], holder["id"]) == ("diagnose", "r1")
 
-    await eventually(is_held)
-    assert {key: (await held(fleet.backend))[key] for key in ("by", "id")} == {"by": "diagnose", "id": "r1"}
+    await eventually(is_named)
     assert (await probe(fleet.backend))["held"]["id"] == "r1"
     refused = refusal(await prepare(fleet, "n1", prepare_order(token(1))))
     assert refused.why == "held" and "r1" in refused.because

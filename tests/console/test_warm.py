@@ -136,7 +136,11 @@ def test_run_exits_as_the_job_does_with_the_environment_and_folder_of_whoever_ty
     assert done.returncode == 3, done
     assert set(done.stdout.splitlines()) == {f"[rank 0] {place.folder}"}
     warm = warm_of(place.up)
-    assert warm is not None and children_of(warm) == []
+    assert warm is not None
+    deadline = time.monotonic() + WITHIN
+    while children_of(warm):  # whoever carried it out has told its exit code, and goes
+        assert time.monotonic() < deadline, children_of(warm)
+        time.sleep(0.02)
 
 
 def test_ctrl_c_cancels_and_a_second_one_leaves_at_once(place: Place) -> None:

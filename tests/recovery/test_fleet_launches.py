@@ -112,6 +112,9 @@ def test_a_person_vouches_for_a_node_that_an_earlier_submission_held() -> None:
     desk.go(DeadDeclared("n2", "scrapped", "grace"))
     assert [place.node for place in desk.record("a").inherited] == ["n1"]
     assert desk.record("a").moved == {}
+    before = desk.record("a")
+    desk.go(DeadDeclared("n3", "this job was never there", "grace"))
+    assert desk.record("a") == before
 
 
 def test_a_fleet_that_begins_anew_with_another_file_knows_how_held_nodes_were_reached() -> None:

@@ -25,6 +25,7 @@ from recovery.events import (
 from recovery.evolve import absorb, resubmit
 from recovery.model import Ask, JobState, Phase, Slot, Wait
 from recovery.places import (
+    MOVED,
     Place,
     StartedPlaces,
     explain_doubt,
@@ -122,6 +123,15 @@ def test_an_answer_must_come_from_where_each_generation_was_started() -> None:
     assert "generation 4" in str(find_doubt(places, "n2", STARTED))
     assert "generation 3" in str(find_doubt(places, "n2", ELSEWHERE))
     assert find_doubt(places, "n3", None) is None, "where nothing was started nothing can be doubted"
+
+
+def test_no_answer_proves_anything_for_a_node_whose_line_in_the_fleet_file_was_changed() -> None:
+    places = (StartedPlaces(1000, 3, {"n1": MOVED}),)
+    for answering in (STARTED, ELSEWHERE, None):
+        assert find_doubt(places, "n1", answering) == (
+            "n1 answers, but the fleet file had another address or user for it when ranks of an earlier submission were started there"
+        )
+    assert find_doubt(places, "n2", STARTED) is None
 
 
 def test_never_prepared_here_proves_where_nothing_was_written_down_or_the_node_rebooted() -> None:

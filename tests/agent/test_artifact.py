@@ -1,0 +1,58 @@
+"""The one file that the agent is shipped as: the same wherever it was built, whole, and read by a Python of any version."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+import zipimport
+from pathlib import Path
+
+import pytest
+
+from backends.artifact import build_agent
+
+BUILD = "import sys, pathlib; {before}; from backends.artifact import build_agent; build_agent(pathlib.Path(sys.argv[1]))"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_artifact_is_named_after_what_is_in_it_and_built_again_where_it_was_torn(tmp_path: Path) -> None:
+    first = build_agent(tmp_path / "a")
+    second = build_agent(tmp_path / "b")
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+    before = first.stat()
+    assert build_agent(tmp_path / "a") == first
+    assert first.stat().st_mtime_ns == before.st_mtime_ns
+    whole = first.read_bytes()
+    middle = len(whole) // 2
+    for torn in (b"torn", b"", whole[:middle], whole[:middle] + b"\0" * 4096 + whole[middle + 4096 :]):
+        first.write_bytes(torn)
+        assert build_agent(tmp_path / "a").read_bytes() == whole
+
+
+def test_processes_with_other_modules_and_another_order_of_hashes_build_the_same_bytes(tmp_path: Path) -> None:
+    """Else each start of a worker would send all nodes another agent."""
+    built = {build_agent(tmp_path / "here").read_bytes()}
+    for seed, before in (("1", "import json"), ("2", "import agent.keeper, agent.session, asyncio, pydantic")):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", BUILD.format(before=before), str(tmp_path / seed)], cwd=ROOT, env=environment, check=True)
+        built.update(path.read_bytes() for path in (tmp_path / seed).iterdir())
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("magic", [b"\0\0\r\n", importlib.util.MAGIC_NUMBER], ids=["built by another Python", "built by this Python"])
+def test_an_agent_of_another_pythons_bytecode_runs_from_its_source(tmp_path: Path, magic: bytes) -> None:
+    built, other = build_agent(tmp_path / "a"), tmp_path / "other.pyz"
+    with zipfile.ZipFile(built) as source, zipfile.ZipFile(other, "w") as archive:
+        for name in source.namelist():
+            data = source.read(name)
+            archive.writestr(name, magic + data[4:] if name.endswith(".pyc") else data)
+    environment = {**os.environ, "RELAUNCH_AGENT_STATE": str(tmp_path / "state")}
+    done = subprocess.run([sys.executable, str(other), "list"], input=b'{"protocol": 1}', capture_output=True, env=environment)
+    assert b'"outcome":"done"' in done.stdout.replace(b" ", b""), done
+    read = zipimport.zipimporter(str(other / "agent")).get_code("agent.keeper")
+    compiled_here = read.co_filename.startswith(str(other))
+    assert compiled_here == (magic != importlib.util.MAGIC_NUMBER)
