@@ -7,6 +7,7 @@ WORKERS ?= 3
 setup: .venv/.installed
 
 # A Python that is new enough, found by uv where it is there. The stamp makes the second `make setup` do nothing.
+# pip compiles with one core; what is left out is large, and little or nothing of it is ever imported.
 .venv/.installed: requirements.lock
 	@if command -v uv >/dev/null 2>&1; then \
 	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
@@ -17,9 +18,10 @@ setup: .venv/.installed
 	    done; \
 	    test -n "$$python" || { echo "make setup: no Python 3.11 or newer on PATH, and no uv that could fetch one" >&2; exit 2; }; \
 	    test -x $(PY) || $$python -m venv .venv; \
-	    $(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	    $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock; \
+	    $(PY) -m compileall -q -j 0 -x '/(sympy|mpmath|networkx|tests)/' .venv/lib; \
 	fi
-	@$(PY) -m compileall -q *.py activities backends console recovery workflows  # else the first command pays for it
+	@$(PY) -m compileall -q *.py activities agent backends console recovery workflows  # else the first command pays for it
 	@touch $@
 
 demo: setup

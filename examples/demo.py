@@ -50,8 +50,8 @@ TIMEOUTS = {"heartbeat": "0.5s", "lease": "5s", "lost_after": "1.5s", "fence_aft
 ANSWER_WITHIN = timedelta(seconds=2)
 """Of a node; a worker that stops one asks twice before it goes on without an answer."""
 FLEETS = {"cluster": ("node-1", "node-2", "node-3"), "elsewhere": ("calm-1", "calm-2")}
-PATIENCE = 60.0
-"""Seconds for any one thing to happen: several times what the slowest takes on a laptop."""
+PATIENCE = 180.0
+"""Seconds for any one thing to happen: ten times what the slowest takes on an idle laptop."""
 STYLES = {"incident closed": "green", "incident": "yellow", "Relaunch": "cyan", "Wait": "cyan"}
 
 

@@ -41,7 +41,7 @@ print(json.dumps([[name, str(getattr(sys.modules[name], "__file__", None))] for 
 
 def loaded(*modules: str) -> dict[str, str]:
     """Names and files of the modules that these imports load, in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *modules], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *modules], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 

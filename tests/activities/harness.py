@@ -21,7 +21,7 @@ from recovery.spec import JobSpec
 from tests.workflows.rig import SimulatedFleets, fleet, policy
 
 TOKEN = Token("default", "llama", 1000, 1)
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 @dataclass

@@ -56,7 +56,7 @@ REAL = [
         name,
         marks=[
             pytest.mark.long,
-            pytest.mark.timeout(180),
+            pytest.mark.timeout(600),
             pytest.mark.skipif(not has(module), reason=f"{PYTHON} has no {module}: RELAUNCH_TORCH_PYTHON names one that has"),
         ],
     )

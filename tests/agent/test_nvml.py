@@ -26,7 +26,7 @@ def ask(agent: Path, tmp_path: Path, nvml_built: Path) -> Ask:
     def ask(said: str = HEALTHY, built: Path = nvml_built, interpreter: str = sys.executable) -> dict[str, Any]:
         install_nvml(tmp_path / "lib", built, said)
         environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "lib")}
-        done = subprocess.run([interpreter, "-S", str(agent), "nvml"], capture_output=True, env=environment, timeout=20)
+        done = subprocess.run([interpreter, "-S", str(agent), "nvml"], capture_output=True, env=environment, timeout=100)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer

@@ -200,7 +200,7 @@ def test_one_command_a_process_answers_on_python_3_8(node: Node) -> None:
     interpreter = str(OLD_PYTHON) if OLD_PYTHON.exists() else sys.executable
     call = [interpreter, str(node.agent), "list"]
     for given, expected in ((b'{"protocol":\n1}', "done"), (b"nonsense", "refused"), (b"", "refused")):
-        done = subprocess.run(call, input=given, capture_output=True, env=node.environment, timeout=20)
+        done = subprocess.run(call, input=given, capture_output=True, env=node.environment, timeout=100)
         assert (done.returncode, json.loads(done.stdout)["outcome"]) == (0, expected)
 
 
@@ -219,7 +219,7 @@ def test_a_state_folder_of_somebody_else_is_refused(node: Node) -> None:
         pytest.skip("only root can give a folder away")
     os.chown(node.state, 65534, 65534)
     call = [sys.executable, str(node.agent), "list"]
-    done = subprocess.run(call, input=b'{"protocol":1}', capture_output=True, env=node.environment, timeout=20)
+    done = subprocess.run(call, input=b'{"protocol":1}', capture_output=True, env=node.environment, timeout=100)
     assert json.loads(done.stdout)["why"] == "cannot_start"
 
 

@@ -176,7 +176,7 @@ def test_an_order_to_probe_that_makes_no_sense_is_refused(node: Node, order: dic
 def test_one_call_answers_a_probe(node: Node) -> None:
     call = [sys.executable, "-S", str(node.agent), "probe"]
     given = json.dumps({"protocol": 1, **PROBE}).encode()
-    done = subprocess.run(call, input=given, capture_output=True, env=node.environment, timeout=30)
+    done = subprocess.run(call, input=given, capture_output=True, env=node.environment, timeout=100)
     assert json.loads(done.stdout)["outcome"] == "done"
 
 

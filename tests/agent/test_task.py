@@ -33,7 +33,7 @@ def start(node: Node, kind: str, order: Any) -> subprocess.Popen[str]:
 
 def run(node: Node, kind: str, order: Any) -> tuple[int, str]:
     with start(node, kind, order) as process:
-        out, _ = process.communicate(timeout=50)
+        out, _ = process.communicate(timeout=100)
     return process.returncode, out
 
 
@@ -77,7 +77,7 @@ def test_a_diagnosis_that_is_stopped_ends_its_tool_and_is_inconclusive(node: Nod
     with start(node, "diagnose", {**DIAGNOSE, "within": 1000.0}) as process:
         tool = eventually(lambda: len(found := pids(programs, "dcgmi")) == 2 and found)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=50)
+        said, _ = process.communicate(timeout=100)
     assert (process.returncode, answer(said)["exit_code"]) == (task.INCONCLUSIVE, None)
     eventually(lambda: not any(map(alive, tool)))
 

@@ -188,7 +188,7 @@ def beside(site: Site, aws: Any = None, options: EcsOptions | None = None) -> Si
     return other
 
 
-async def eventually(what: Callable[[], Any], patience: float = 15.0) -> None:
+async def eventually(what: Callable[[], Any], patience: float = 60.0) -> None:
     deadline = time.monotonic() + patience
     while not what():
         assert time.monotonic() < deadline, "it never happened"

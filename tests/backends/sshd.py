@@ -24,7 +24,7 @@ MISSING = "no OpenSSH server is installed here (sshd, ssh-keygen)"
 PRIVILEGES = Path("/run/sshd")
 """sshd of root insists on it; distributions make it when the service is started."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 def need_sshd() -> str:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio
 T = TypeVar("T")
 Line = Mapping[str, Any]
 Make = Callable[..., Fleet]
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds after which a test has failed. Each takes a fraction of it on an idle machine; this is for a loaded one."""
 SECRET = "5ec7e7"
 

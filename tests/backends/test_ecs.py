@@ -191,7 +191,7 @@ async def read(
 ) -> list[Mapping[str, Any]]:
     """Watch until there is enough, or the stream ends."""
     lines: list[Mapping[str, Any]] = []
-    async with asyncio.timeout(15), backend.watch("n1", token, after_seq, heartbeat) as stream:
+    async with asyncio.timeout(60), backend.watch("n1", token, after_seq, heartbeat) as stream:
         async for line in stream.lines():
             lines.append(line)
             if enough(lines):
@@ -701,7 +701,7 @@ async def test_s1_9_a_task_that_is_hinted_at_is_looked_at_at_once(make: Callable
     await launch(site, backend=backend)
     arn = site.tasks()[0]["taskArn"]
     assert not backend.cluster.hint(arn)  # nobody watches it
-    async with asyncio.timeout(10), backend.watch("n1", site.token(), 0, 60.0) as stream:
+    async with asyncio.timeout(60), backend.watch("n1", site.token(), 0, 60.0) as stream:
         lines = stream.lines()
         assert "hello" in await anext(lines) and "heartbeat" in await anext(lines)
         following = asyncio.ensure_future(anext(lines))
@@ -726,7 +726,7 @@ async def test_s1_9_an_aws_that_does_not_answer_is_no_news_of_a_node(make: Calla
                 seen.append(line)
 
     async def throttled() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(watched(), until(lambda: len(seen) == 3 and aws.faults.add("DescribeTasks", THROTTLE, times=None)))
 
     with pytest.raises(Unreachable, match="ThrottlingException"):
@@ -744,7 +744,7 @@ async def test_s1_6_an_agent_that_is_away_for_a_moment_is_nothing_and_one_that_s
     monkeypatch.setattr(stream_module, "AGENT_FLAPS", 0.6)
     site = make()
     await launch(site)
-    async with asyncio.timeout(10), site.backend.watch("n1", site.token(), 0, 0.05) as stream:
+    async with asyncio.timeout(60), site.backend.watch("n1", site.token(), 0, 0.05) as stream:
         lines = stream.lines()
         await anext(lines)
         site.instance.disconnect()
@@ -779,7 +779,7 @@ async def _connected(site: Site) -> bool:
 async def test_a_machine_that_ec2_has_ended_took_its_rank_with_it(make: Callable[..., Site], operation: str) -> None:
     site = make()
     await launch(site)
-    async with asyncio.timeout(10), site.backend.watch("n1", site.token(), 0, 0.1) as stream:
+    async with asyncio.timeout(60), site.backend.watch("n1", site.token(), 0, 0.1) as stream:
         lines = stream.lines()
         await anext(lines)
         await site.backend.aws.call("ec2", operation, InstanceIds=[site.ids[0]])

@@ -35,7 +35,7 @@ from tests.doubles.aws import SERVER_ERROR, AwsDouble, Delays
 KEY = "a key of the tests, long enough"
 FOR_EVER = ("sleep", "600")
 NUMBERS = iter(range(1, 10_000))
-PATIENCE = 30.0
+PATIENCE = 120.0
 POLL, BEAT = 0.4, 0.4
 """Seconds."""
 PATIENT = 60

@@ -199,7 +199,7 @@ async def _ordered(site: Site, of: str) -> None:
 
 async def _recovered(site: Site, before: str, of: str) -> None:
     """As a repair goes on: it looks, and orders again what never arrived. A minute passes with each look that says nothing."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             journal = await site.settled(0.3)

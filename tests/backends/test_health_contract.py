@@ -20,7 +20,7 @@ from tests.backends.test_contract import alive, done, launch, prepare, prepare_o
 pytestmark = pytest.mark.asyncio
 
 Make = Callable[..., Fleet]
-PATIENCE = 15.0
+PATIENCE = 60.0
 """Seconds after which a test has failed; a new boot of a local node takes one of them."""
 
 

@@ -154,7 +154,7 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(site: S
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket_path))
         ask = site.host(start=False).program_named("ask", "#!/bin/sh\necho open sesame\n")
         unlocking = {**os.environ, "SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force"}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not socket_path.exists():  # noqa: ASYNC110  (it tells nobody)
                 await asyncio.sleep(0.01)
         run("ssh-add", "-q", str(locked), env=unlocking)

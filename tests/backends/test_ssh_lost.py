@@ -20,7 +20,7 @@ __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
 
 Line = Mapping[str, Any]
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 async def train(backend: Backend, address: str, command: str = "exec sleep 600") -> int:

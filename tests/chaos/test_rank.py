@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def until_started(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (folder / "starts").exists() or len((folder / "starts").read_text().splitlines()) < count:
         assert time.monotonic() < deadline, "it does not start"
         time.sleep(0.01)

@@ -45,8 +45,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = Path(__file__).with_name("rank.py")
 FLEET = "chaos"
 QUEUE = "relaunch"
-PATIENCE = 60.0
-"""Seconds until a wait gives up: three times the longest fence, because the machine may be busy with other worlds."""
+PATIENCE = 180.0
+"""Seconds until a wait gives up: ten times the longest fence, because the machine may be busy with other worlds."""
 POLL = 0.05
 
 TIMES = {

@@ -29,7 +29,7 @@ from workflows.messages import TASK_QUEUE
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = str(ROOT / "starter.py")
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 @dataclass

@@ -77,7 +77,7 @@ def test_its_command_gives_torchrun_what_relaunch_tells_a_rank(tmp_path: Path) -
     torchrun.chmod(0o755)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "RANK": "1", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "10.0.0.11", "MASTER_PORT": "20017"}
-    done = subprocess.run(yaml.safe_load(JOB)["command"], env=environment, capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(yaml.safe_load(JOB)["command"], env=environment, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.split() == shlex.split(
         "--nnodes 2 --node-rank 1 --nproc-per-node 8 --max-restarts 0 --master-addr 10.0.0.11 --master-port 20017 train.py --resume"
     )

@@ -22,7 +22,7 @@ from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
 from tests.console.test_command_line import Done, Place, one_sentence
 from workflows.messages import TASK_QUEUE
 
-pytestmark = pytest.mark.timeout(180)  # ten command lines side by side are a minute on two busy cores
+pytestmark = pytest.mark.timeout(600)  # ten command lines side by side are a minute on two busy cores
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from connection import process_started
 
 ROOT = Path(__file__).parents[2]
 COLD = {"RELAUNCH_NO_WARM": "1"}
-WITHIN = 25.0
+WITHIN = 100.0
 CANCELLED = 130
 
 

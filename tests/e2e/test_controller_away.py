@@ -17,7 +17,7 @@ from tests.chaos.checks import violations
 from tests.chaos.rounds import KILLED, NOTHING, Expected
 from tests.chaos.world import ROOT, Job, Process, World, chaos_policy, environments
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 LONG = 6.0
 """Seconds: longer than lease and `fence_after` together, and than a step may take before it counts as hung."""

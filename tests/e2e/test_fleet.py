@@ -18,7 +18,7 @@ from tests.e2e.test_nodes import starter
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train_lm.py"
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

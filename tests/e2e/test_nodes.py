@@ -17,7 +17,7 @@ from backends.simulated.health import diagnosed
 from tests.chaos.world import FLEET, ROOT, Job, World, chaos_policy, eventually
 from tests.doubles.install import build_nvml, calls, install_nvml, install_tool
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 PENDING = diagnosed(1, 2, (Sick(remap_pending=0),))
 HEALTHY = diagnosed(1, 2, ())
 ONE_GPU = "driver 570.124.06\ngpus 1\n"

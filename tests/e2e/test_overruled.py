@@ -13,7 +13,7 @@ from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from console import jobs
 from tests.chaos.world import World, eventually
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 async def test_after_a_terminate_a_later_submission_of_the_same_name_stops_the_old_ranks_first(world: World) -> None:

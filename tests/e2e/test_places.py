@@ -17,7 +17,7 @@ import pytest_asyncio
 from recovery.model import JobState
 from tests.chaos.world import RANK_PROGRAM, Job, World, chaos_policy, eventually
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 LEASE = 3.0
 SAID = "its agent does not have the state that generation 1 was started from"
 

@@ -13,7 +13,7 @@ from backends import local_power
 from tests.chaos.world import FLEET, World, chaos_policy, eventually
 from tests.e2e.test_nodes import boot_id, starter
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -18,7 +18,7 @@ from settings import Settings
 from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
 from worker import WorkerFleets, make_fleets
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 OTHER = "other"
 
 

@@ -31,7 +31,7 @@ from tests.workflows.rig import Job, Rig, SimulatedFleets, policy, worker
 
 LIAR = Path(__file__).with_name("liar.py")
 NODES = ("n1", "n2", "n3")
-PATIENCE = 90.0
+PATIENCE = 240.0
 """Seconds: the machine may be busy with others."""
 RELEASED_WITHIN = 5.0
 """Seconds; a node that is examined is not released."""

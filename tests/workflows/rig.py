@@ -35,7 +35,7 @@ from workflows.messages import FLEET_ID_PREFIX, JobResult, TrainingJobInput
 from workflows.node_repair import NodeRepair
 from workflows.training_job import TrainingJob
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
 QUICK = {"heartbeat": "200ms", "lease": "20s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
 

@@ -188,7 +188,7 @@ def recovery_events(history: WorkflowHistory) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_2048_nodes_of_8_ranks_fail_at_once_and_recover(make_rig: MakeRig) -> None:
     script = Script(
         (Exit(generation=1, exit_code=1, after=5.0, log_tail=("RuntimeError: NCCL error: remote process exited",)),), then="succeed"

@@ -348,7 +348,7 @@ async def test_a_cancel_that_comes_while_ranks_are_stopped_begins_no_examination
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ladder))
         await job.until_phase(Phase.EXAMINING)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await reached.wait()
         await job.handle.signal("cancel")
         await job.until(lambda s: s.ending is not None, "cancelled")

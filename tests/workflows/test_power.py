@@ -31,7 +31,7 @@ from workflows.messages import NodeRepairInput, NodeRepairResult
 from workflows.node_repair import NodeRepair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-PATIENCE = 60.0
+PATIENCE = 180.0
 SOON = timedelta(seconds=2)
 
 

@@ -49,7 +49,7 @@ class ListQueue:
 async def run(client: Client, queue: ListQueue, rounds: int = 1) -> None:
     running = asyncio.create_task(TaskEvents(client, lambda: queue).run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while queue.left and queue.received <= rounds:
                 await asyncio.sleep(0.01)
                 assert not running.done(), running.exception()

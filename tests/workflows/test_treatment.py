@@ -35,7 +35,7 @@ from workflows.messages import NodeRepairInput, NodeRepairResult
 from workflows.node_repair import NodeRepair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-PATIENCE = 30.0
+PATIENCE = 120.0
 BY_RESET = Sick(node="n1", remap_pending=0, until="reset")
 BY_REBOOT = Sick(node="n1", remap_pending=0, until="reboot")
 BY_NOTHING = Sick(node="n1", remap_failed=0)
