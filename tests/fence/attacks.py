@@ -270,14 +270,16 @@ async def user(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def swapped(attempt: Attempt) -> None:
-    """Another host with the same SSH host key answers at a node's address; the node's peers see the real one."""
+    """Another host with the same SSH host key answers at a node's address; the node's peers see the real one; another node's rank fails."""
     network, world = attempt.world.network, attempt.world
     victim, impostor = network.hosts["n2"], network.hosts["n3"]
     _share_host_key(victim, impostor)
     world.places.known_hosts.write_text("".join(h.known_hosts for h in network.hosts.values()))  # type: ignore[attr-defined]
-    await attempt.run(times=SLOW_FENCE)
+    job = await attempt.run(times=SLOW_FENCE)
     network.answer_for(victim.name, impostor.name)
     try:
+        await attempt.sleep(1.0, 4.0)
+        job.fail(0)
         await attempt.await_newer(victim)
         await attempt.await_end(victim, 30.0)
     finally:
@@ -397,13 +399,16 @@ async def fleet_terminated(attempt: Attempt) -> None:
 
 @attack(can_share=False)
 async def resubmitted_elsewhere(attempt: Attempt) -> None:
-    """A job is terminated, a node gets another host's address in the fleet file, worker and server are killed, and the job
-    is submitted again."""
+    """A job is terminated, a node gets another host's address in the fleet file, worker and server are killed, the job is submitted again.
+
+    Nobody reaches the machine that the node was: its peers would tell it of the newer submission, and it would stop by itself.
+    """
     times = {"lease": "8s", "fence_after": "20s"}
     job = await attempt.run(times=times)
     victim, world = job.hosts()[-1], attempt.world
     spare = next(host for name, host in world.network.hosts.items() if name not in job.nodes())
     await jobs.handle_of(world.client, job.name).terminate("an operator")
+    world.network.isolate(victim.name)
     world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
     _, said = await world.run_starter("nodes", "apply", "--because", "renumbered", "--fleet", FLEET)
     attempt.note(" ".join(said.split())[:200])
