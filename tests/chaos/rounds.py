@@ -338,10 +338,13 @@ class Round:
         return Expected(allowed)
 
     async def _left(self, node: str) -> None:
-        """Wait until the job trains without a node. Where the cut came before nodes were chosen, it was never used."""
+        """Wait until the job trains without a node. Where the cut came before nodes were chosen, it was never used, or is waited for:
+        the spares are for jobs that have run."""
 
         async def elsewhere() -> bool:
             state = await self.job.state()
+            if state.phase == "QUEUED":
+                return f"{node} does not answer" in state.because
             return state.phase == "RUNNING" and node not in {slot.node for slot in state.slots}
 
         await self.job.until(elsewhere, f"{self.job.name} does not train without {node}")
