@@ -40,7 +40,7 @@ JITTER = 0.25
 SHORT_LIFE = 3.0
 """Seconds. A session that has lived for longer has worked, and what ended it is news."""
 STARTED_WITHIN = 20.0
-"""Seconds for the agent to be there once we are logged in. It is 0.6 MB, once for each version."""
+"""Seconds for the agent to be there once we are logged in. It is 1.4 MB, once for each version."""
 
 log = logging.getLogger("relaunch.ssh")
 
