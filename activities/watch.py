@@ -6,9 +6,10 @@ It decides nothing and stops nothing. Nodes are its witnesses: it may die, be re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -48,16 +49,24 @@ class WatchActivities:
             # What was learned is kept. Where training stands is not known until a node says so, and the time away is no interval.
             pace = replace(before.pace, step=None, advanced_at=None)
         gang = Gang(input, pace, before)
-        backend = self._fleets.backend(input.fleet)
         try:
-            return await self._watch(backend, gang, info.task_token)
+            return await self._watch(gang, info.task_token)
         except* ApplicationError as group:
             raise group.exceptions[0] from None
 
-    async def _watch(self, backend: Backend, gang: Gang, task_token: bytes) -> WatchReport:
+    def _reach(self, fleet: str, node: str, before: Backend | None) -> Backend:
+        """Return what reaches the node by the fleet file of now; one that is not in it any more is reached as before."""
+        now = self._fleets.backend(fleet)
+        try:
+            now.node(node)
+        except KeyError:
+            return before or now
+        return now
+
+    async def _watch(self, gang: Gang, task_token: bytes) -> WatchReport:
         input = gang.input
         async with asyncio.TaskGroup() as tasks:
-            watchers = [tasks.create_task(_follow(backend, gang, node)) for node in input.nodes]
+            watchers = [tasks.create_task(_follow(partial(self._reach, input.fleet, node), gang, node)) for node in input.nodes]
             beating = tasks.create_task(_beat(gang, beat_interval(input.timeouts)))
             lease = tasks.create_task(self._keep_leases(gang, task_token, renewal_interval(input.timeouts)))
             reporting = tasks.create_task(gang.report())
@@ -131,12 +140,17 @@ def renewal_interval(timeouts: Timeouts) -> float:
     return timeouts.lease.total_seconds() / 6
 
 
-async def _follow(backend: Backend, gang: Gang, node: str) -> None:
-    """Keep a connection to one node; every fact it says goes to the gang. Ends when the node has nothing more to say."""
+async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: str) -> None:
+    """Keep a connection to one node; every fact it says goes to the gang. Ends when the node has nothing more to say.
+
+    Each connection is made by the fleet file of that moment: a node that was renumbered is found again.
+    """
     token = gang.input.token
-    is_platform = isinstance(backend, SeesPeople) and backend.sees_people
+    backend: Backend | None = None
     delay = RECONNECT[0]
     while True:
+        backend = reach(backend)
+        is_platform = isinstance(backend, SeesPeople) and backend.sees_people
         try:
             doubt = None
             async with backend.watch(node, token, gang.after_seq(node), gang.input.timeouts.heartbeat.total_seconds()) as stream:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import pytest
 from temporalio.exceptions import ApplicationError
@@ -15,14 +17,39 @@ import activities.watch
 from activities.gang import GATHER_CASCADES, Gang
 from activities.reports import WatchHeartbeat
 from activities.watch import Superseded
-from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, error_file
+from backends.base import Unreachable, WatchStream
+from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, SimulatedBackend, error_file
 from recovery.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RanksHung, StepReached
 from recovery.hang import Pace
+from recovery.model import Token
 from recovery.observations import RankExited, RanksVanished
 from recovery.policy import HangLimits
+from recovery.spec import FleetNode
 from tests.activities.harness import Stand, ago, environment, eventually, stand
 
 CASCADE = ("RuntimeError: NCCL communicator was aborted", "torch.distributed.DistBackendError: Connection reset by peer")
+
+
+@dataclass
+class Elsewhere:
+    """A backend whose fleet file has a wrong address for n2, or has no n2."""
+
+    right: SimulatedBackend
+    without: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.right, name)
+
+    def node(self, name: str) -> FleetNode:
+        if name == self.without:
+            raise KeyError(name)
+        return self.right.node(name)
+
+    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
+        assert node != self.without, "it is not in the file any more"
+        if node == "n2":
+            raise Unreachable(node, "nothing listens there")
+        return self.right.watch(node, token, after_seq, heartbeat)
 
 
 async def test_exits_that_come_together_are_one_report_with_the_root_first() -> None:
@@ -90,6 +117,25 @@ async def test_a_lost_node_that_answers_again_has_returned() -> None:
     await fleet.launch()
     report = await fleet.watch(lost=("n2",))
     assert report.events == (NodeReturned(1, "n2"),)
+
+
+@pytest.mark.parametrize("is_corrected", [True, False], ids=["the file is corrected", "its line is removed"])
+async def test_a_node_with_a_wrong_line_in_the_fleet_file_is_found_where_a_later_file_has_it(is_corrected: bool) -> None:
+    fleet = stand()
+    await fleet.launch()
+    right = fleet.backend
+    fleet.fleets.simulated = Elsewhere(right)  # type: ignore[assignment]
+    watching = asyncio.create_task(fleet.watch(lost=("n2",)))
+    await asyncio.sleep(0.5)
+    assert not watching.done()
+    if is_corrected:
+        fleet.fleets.simulated = right
+        assert (await watching).events == (NodeReturned(1, "n2"),)
+        return
+    fleet.fleets.simulated = Elsewhere(right, without="n2")  # type: ignore[assignment]
+    await asyncio.sleep(0.5)
+    assert not watching.done(), "reached as before"
+    watching.cancel()
 
 
 async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> None:

@@ -30,6 +30,9 @@ class OneNode:
     def backend(self, fleet: str) -> OneNode:
         return self
 
+    def node(self, name: str) -> None:
+        return
+
     @asynccontextmanager
     async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[OneNode]:
         yield self

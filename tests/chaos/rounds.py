@@ -170,9 +170,15 @@ class Round:
         await self._submit(chaos_policy(causes={"UNKNOWN": [{"strategy": "ASK"}]}))
         await self.job.until_phase("RUNNING")
         await self.job.until_steps()
-        os.kill(self.random.choice(self.job.rank_pids()), signal.SIGKILL)
+        self._kill_a_rank()
         await self.job.until_phase("WAITING_FOR_PERSON")
         return 1.0
+
+    def _kill_a_rank(self) -> None:
+        pids = self.job.rank_pids()
+        if not pids:
+            raise Unmet(f"no rank of {self.job.name} is left to kill")
+        os.kill(self.random.choice(pids), signal.SIGKILL)
 
     async def _stage_ended(self) -> float:
         await self._stage_running()
@@ -495,7 +501,7 @@ class Round:
         if point == "stopped":
             await self.job.signal("cancel")
         else:
-            os.kill(self.random.choice(self.job.rank_pids()), signal.SIGKILL)
+            self._kill_a_rank()
 
         async def reached() -> bool:
             match point:
