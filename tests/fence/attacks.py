@@ -401,7 +401,7 @@ async def fleet_terminated(attempt: Attempt) -> None:
 async def resubmitted_elsewhere(attempt: Attempt) -> None:
     """A job is terminated, a node gets another host's address in the fleet file, worker and server are killed, the job is submitted again.
 
-    Nobody reaches the machine that the node was: its peers would tell it of the newer submission, and it would stop by itself.
+    The machine that was renumbered is cut off: its peers would tell it of the newer submission, and it would stop by itself.
     """
     times = {"lease": "8s", "fence_after": "20s"}
     job = await attempt.run(times=times)
