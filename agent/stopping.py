@@ -234,8 +234,12 @@ def _kill_what_is_left(
 
     deadline = time.monotonic() + stuck_after
     pause = 0.005
+    killed: list[processes.Process] = []
     while True:
         left = processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups)
+        # On its way out a process gives its memory back, and so its environment, before it closes its files and devices.
+        found = {process.pid for process in left}
+        left += [process for process in killed if process.pid not in found and processes.lives(process.pid, process.started)]
         for order, folder in cgroups:
             members = cgroup.members(folder)
             if members:
@@ -248,6 +252,7 @@ def _kill_what_is_left(
             return seen
         for process in left:
             processes.kill(process, signal.SIGKILL)
+        killed = left
         if time.monotonic() > deadline:
             raise _stuck(sorted({process.pid for process in left}), stuck_after)
         time.sleep(pause)

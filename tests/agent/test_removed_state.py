@@ -110,20 +110,47 @@ def test_a_preparation_that_is_repeated_starts_no_second_keeper(node: Node) -> N
     done(node.start(1))
 
 
-def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -> None:
-    away = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
-    node.run(1, python(away), ranks=1)
-    sleeping = eventually(lambda: [pid for pid in node.processes() if _is_sleep(pid)])
+def end_helpers(node: Node) -> None:
+    """Kill the keeper and what guards it, so that only the token tells of ranks."""
     node.pid("supervisor")
     helpers = [json.loads(path.read_text())["pid"] for path in node.folder().glob("*.json") if path.stem in HELPERS]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # each ends what is left when another dies
         for pid in [*helpers, node.pid("keeper")]:
             os.kill(pid, number)
+
+
+def test_ranks_without_keeper_and_records_are_found_by_their_token(node: Node) -> None:
+    away = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
+    node.run(1, python(away), ranks=1)
+    sleeping = eventually(lambda: [pid for pid in node.processes() if _is_sleep(pid)])
+    end_helpers(node)
     remove_records(node)
     assert refusal(node.prepare(1)) == "not_above", "it was launched, and is not launched again"
     assert all(map(alive, sleeping))
     assert done(node.stop(1))["stopped"] == [[1, 1]]
     assert not any(map(alive, sleeping))
+
+
+def test_what_is_on_its_way_out_is_waited_for_though_its_environment_is_gone(node: Node, tmp_path: Path) -> None:
+    """A process that gives much memory back has no environment any more, and still holds its files and devices."""
+    told = tmp_path / "pid"
+    # In small pages: as many as it takes to be busy with for tenths of a second.
+    large = f"""
+import mmap, os, time
+memory = mmap.mmap(-1, 1 << 30)
+memory.madvise(mmap.MADV_NOHUGEPAGE)
+for page in range(0, len(memory), mmap.PAGESIZE):
+    memory[page] = 1
+open({str(told)!r}, "w").write(f"{{os.getpid()}}.")
+time.sleep(1000)"""
+    away = f"import subprocess, sys, time; subprocess.Popen(['setsid', sys.executable, '-c', {large!r}]); time.sleep(1000)"
+    node.run(1, python(away), ranks=1)
+    pid = int(eventually(lambda: told.exists() and told.read_text().endswith(".") and told.read_text()).rstrip("."))
+    end_helpers(node)
+    remove_records(node)  # which also name the control group
+    assert alive(pid)
+    assert done(node.stop(1))["stopped"] == [[1, 1]]
+    assert not alive(pid)
 
 
 def _is_sleep(pid: int) -> bool:
