@@ -233,6 +233,15 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
     return found
 
 
+def with_dying(left: list[Process], killed: list[Process]) -> list[Process]:
+    """Return `left` and those of `killed` that are not gone.
+
+    On its way out a process gives its memory back, and so its environment, before it closes its files and devices.
+    """
+    found = {process.pid for process in left}
+    return left + [process for process in killed if process.pid not in found and lives(process.pid, process.started)]
+
+
 def kill(process: Process, number: int) -> bool:
     """Signal this very process; one that is gone, or whose pid is another's by now, is left alone.
 

@@ -236,10 +236,7 @@ def _kill_what_is_left(
     pause = 0.005
     killed: list[processes.Process] = []
     while True:
-        left = processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups)
-        # On its way out a process gives its memory back, and so its environment, before it closes its files and devices.
-        found = {process.pid for process in left}
-        left += [process for process in killed if process.pid not in found and processes.lives(process.pid, process.started)]
+        left = processes.with_dying(processes.of_token(f"{job.token_prefix}/", wanted, str(job.state), groups), killed)
         for order, folder in cgroups:
             members = cgroup.members(folder)
             if members:

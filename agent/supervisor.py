@@ -232,15 +232,18 @@ class Supervisor:
         """Kill the ranks and all that they forked; return what would not die."""
         groups, folder = self.generation.groups, self.generation.cgroup
         deadline = time.monotonic() + KILLING
+        killed: list[processes.Process] = []
         while True:
             if folder is not None:
                 cgroup.kill(folder)
-            left = processes.of_token(self.token.text, lambda rest: rest == "", str(self.generation.state), groups)
+            named = processes.of_token(self.token.text, lambda rest: rest == "", str(self.generation.state), groups)
+            left = processes.with_dying(named, killed)
             left += cgroup.members(folder) if folder is not None else []
             if not left or time.monotonic() > deadline:
                 return sorted({process.pid for process in left})
             for process in left:
                 processes.kill(process, signal.SIGKILL)
+            killed = left
             time.sleep(0.01)
 
     # --- watchers ---
