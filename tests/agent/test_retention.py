@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -20,9 +21,25 @@ def prints(size: int) -> list[str]:
     return python(f"import sys; sys.stdout.write('x' * {size})")
 
 
-def run_to_its_end(node: Node, job: str, generation: int, size: int = BLOCK) -> None:
+def run_to_its_end(node: Node, job: str, generation: int, size: int = BLOCK, leaves: dict[str, list[int]] | None = None) -> None:
+    """Launch, print, stop. `leaves`: the generations of each job that are left of those before it.
+
+    A launch removes for `retention.PATIENCE` and leaves the rest to the next launch: how many
+    that takes depends on the disk, what is left in the end does not.
+    """
     prepared = node.prepare(generation, [0], token=token(generation, job=job))
     assert prepared is not None and prepared["outcome"] == "done", prepared
+    if leaves is not None:
+        others = itertools.count(1)
+
+        def is_left() -> bool:
+            if kept(node) == leaves:
+                return True
+            other = next(others)
+            node.prepare(other, [0], token=token(other, job="other"))
+            return False
+
+        eventually(is_left, f"{leaves} was never left")
     started = node.start(generation, prints(size), ranks=1, token=token(generation, job=job), prepared=prepared["stamp"])
     assert started is not None and started["outcome"] == "done", started
     log = folder(node, job, generation) / "logs" / "rank_0.log"
@@ -52,10 +69,9 @@ def test_the_oldest_ended_generations_go_first_and_never_a_jobs_newest(small: No
     for generation in (1, 2, 3):
         run_to_its_end(node, "b", generation)
     # Five have ended when the sixth is prepared: the two oldest that may go are of the other job, and its newest may not.
-    run_to_its_end(node, "b", 4)
-    assert kept(node) == {"a": [2], "b": [2, 3, 4]}
-    run_to_its_end(node, "b", 5)
-    assert kept(node) == {"a": [2], "b": [3, 4, 5]}, "a's newest is older than all of them, and stays"
+    run_to_its_end(node, "b", 4, leaves={"a": [2], "b": [2, 3, 4]})
+    # a's newest is older than all of them, and stays.
+    run_to_its_end(node, "b", 5, leaves={"a": [2], "b": [3, 4, 5]})
 
 
 def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Node) -> None:
@@ -72,8 +88,7 @@ def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Nod
 def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(small: None, node: Node) -> None:
     run_to_its_end(node, "a", 1, 5 * BLOCK)
     run_to_its_end(node, "a", 2)
-    run_to_its_end(node, "b", 1)
-    assert kept(node) == {"a": [2], "b": [1]}
+    run_to_its_end(node, "b", 1, leaves={"a": [2], "b": [1]})
     assert refusal(node.prepare(1, [0], token=token(1, job="a"))) == "stopped"
     answer = node.order("logs", token=token(1, job="a"))
     assert refusal(answer) == "no_such_generation"
@@ -86,12 +101,21 @@ def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node)
     lock = try_lock(JobState(node.state, "default", "a").path / "lock")
     assert lock is not None
     try:
-        run_to_its_end(node, "b", 2, 5 * BLOCK)
-        assert kept(node) == {"a": [1, 2], "b": [2]}, "what is next in age goes instead"
+        # What is next in age goes instead.
+        run_to_its_end(node, "b", 2, 5 * BLOCK, leaves={"a": [1, 2], "b": [2]})
     finally:
         os.close(lock)
-    run_to_its_end(node, "b", 3)
-    assert kept(node) == {"a": [2], "b": [3]}
+    run_to_its_end(node, "b", 3, leaves={"a": [2], "b": [3]})
+
+
+def test_a_launch_removes_one_even_where_looking_takes_all_its_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for generation in (1, 2, 3, 4):
+        run_to_its_end(node, "a", generation)
+    monkeypatch.setenv(retention.VARIABLE, "0")
+    monkeypatch.setattr(retention, "PATIENCE", -1.0)
+    for left in ([2, 3, 4], [3, 4], [4], [4]):
+        retention.make_room(node.state, node.state)
+        assert kept(node) == {"a": left}
 
 
 def test_without_a_word_the_budget_is_ten_gibibytes_or_a_tenth_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
