@@ -20,6 +20,10 @@ from recovery.observations import Observation, RankExited, RanksFenced, RanksVan
 DO_NOT_RESTART = 93
 """Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""
 
+NEVER_WATCHED = "never_watched"
+"""Why a node stopped ranks whose lease was not renewed once. It answered the launch, and a node that is silent after it is among the
+lost: the controller is likelier to have been late than the node to be at fault. The policy replaces a node to which it happens again."""
+
 BY_ITSELF = "EssentialContainerExited"
 """Stop code of a task of ECS whose container ended by itself."""
 
@@ -162,14 +166,18 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
         # Whoever runs the containers took one away, or could not start it: the others failed by that.
         if one.ecs is not None and one.ecs.stop_code != BY_ITSELF and (reading := _read(one, known)).ending.role is Role.ROOT:
             return _of_exit(reading, _more(len(failed) - 1 + more))
-    for observation in inorder:
-        if isinstance(observation, RanksFenced) and is_root(observation):
-            return Diagnosis(
-                Cause.NODE_LOST,
-                f"{observation.node} stopped its own ranks: {observation.because}",
-                nodes=(observation.node,),
-                certainty=Certainty.CERTAIN,
-            )
+    fenced = [each for each in inorder if isinstance(each, RanksFenced) and is_root(each)]
+    if fenced:
+        # A node that lost its peers was cut off. One that was never watched may have been waiting for relaunch.
+        first = min(fenced, key=lambda each: each.why == NEVER_WATCHED)
+        late = first.why == NEVER_WATCHED
+        return Diagnosis(
+            Cause.PLATFORM if late else Cause.NODE_LOST,
+            f"{first.node} stopped its own ranks: {first.because}{'; the node answers, so relaunch was late' if late else ''}",
+            nodes=(first.node,),
+            code=NEVER_WATCHED if late else "",
+            certainty=Certainty.LIKELY if late else Certainty.CERTAIN,
+        )
     if not failed:
         return Diagnosis(Cause.PLATFORM, _first_words(observations), certainty=Certainty.GUESS)
     return _of_exits(failed, more, known)

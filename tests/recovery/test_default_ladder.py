@@ -42,7 +42,11 @@ class Walked:
 
 @cache
 def walked(
-    cause: Cause, verdict: Verdict = Verdict.HEALTHY, where: Where = "stays", outcome: Literal["done", "refused"] = "done"
+    cause: Cause,
+    verdict: Verdict = Verdict.HEALTHY,
+    where: Where = "stays",
+    outcome: Literal["done", "refused"] = "done",
+    code: str = "exit 1",
 ) -> Walked:
     """The same fault again and again, every examination and every repair with the same end, until the job stops or asks."""
     job, places, newest = running(), ["n1", "n2"], 2
@@ -50,7 +54,7 @@ def walked(
     for fault in count(1):
         assert fault < 60, said
         node = places[1 if where == "stays" else fault % 2]
-        gpus, code = (("0000:05:00",), "Xid 94") if cause.name.startswith("GPU") else ((), "exit 1")
+        gpus, code = (("0000:05:00",), "Xid 94") if cause.name.startswith("GPU") else ((), code)
         # A hang says which ranks wait, not which node they wait for.
         suspects = () if cause is Cause.HANG else (node,)
         job, decision = climbed(job, Diagnosis(cause, "boom", nodes=suspects, gpus=gpus, code=code, exit_code=1), at(fault))
@@ -167,6 +171,13 @@ def test_a_gpu_is_reset_twice_a_day_and_its_node_is_left_when_that_does_not_help
     begins = said.index(reset)
     assert list(said[begins : begins + len(each)]) == each
     assert said[-1] == ASK
+
+
+def test_a_node_is_replaced_after_three_launches_that_were_never_watched_and_never_avoided() -> None:
+    end = walked(Cause.PLATFORM, code="never_watched")
+    assert list(end.said[:6]) == [R, R, R, swap("n2"), swap("n3"), swap("n4")]
+    assert end.said[-1] == ASK
+    assert end.job.avoided == ()
 
 
 CASES = [

@@ -255,6 +255,26 @@ def test_a_node_that_fenced_itself_was_cut_off() -> None:
     assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n2",))
 
 
+LATE = RanksFenced("n2", T0, "never_watched", "nobody watched this generation within 60 s of its start")
+
+
+def test_a_launch_that_was_never_watched_accuses_the_controller() -> None:
+    diagnosis = diagnose(running(), FaultObserved(1, (LATE,), 0, T0))
+    assert (diagnosis.cause, diagnosis.nodes, diagnosis.code) == (Cause.PLATFORM, ("n2",), "never_watched")
+
+
+def test_a_node_without_peers_comes_before_one_that_was_never_watched() -> None:
+    isolated = RanksFenced("n1", at(5), "isolated", "no peer answered for 60 s")
+    diagnosis = diagnose(running(), FaultObserved(1, (LATE, isolated), 0, T0))
+    assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n1",))
+
+
+def test_a_silent_node_comes_before_one_that_was_never_watched() -> None:
+    job, _ = step(running(), NodeUnreachable(1, "n1", timedelta(0), "no answer"))
+    diagnosis = diagnose(job, fault(job, LATE))
+    assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n1",))
+
+
 def test_what_fails_while_a_node_is_lost_is_laid_to_the_loss() -> None:
     job, _ = step(running(), NodeUnreachable(1, "n2", timedelta(0), "no answer"))
     for event in (fault(job, ECHO_BY_LOG), RanksHung(1, (0,), "step 7 has not changed", T0)):

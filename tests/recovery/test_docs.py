@@ -20,7 +20,7 @@ from console.event_file import EventFile, read_events
 from console.ladders import ladders
 from console.policies import Trial, read, read_changes, try_on_events
 from recovery.causes import OWN_CAUSES, Cause
-from recovery.diagnose import REFUSAL_CAUSES, diagnose, signal_name
+from recovery.diagnose import NEVER_WATCHED, REFUSAL_CAUSES, diagnose, signal_name
 from recovery.events import (
     Event,
     FaultObserved,
@@ -271,6 +271,8 @@ def test_evidence_in_the_table_is_read_as_its_cause(cause: Cause, snippet: str) 
 def shown(snippet: str) -> FaultObserved | LaunchRefused:
     if snippet in REFUSAL_CAUSES:
         return LaunchRefused(1, (NodeRefusal("n2", snippet, "…"),))
+    if snippet == NEVER_WATCHED:
+        return FaultObserved(1, (RanksFenced("n2", exited().at, snippet, "…"),), 0, exited().at)
     return FaultObserved(1, (_shows(snippet),), 0, exited().at)
 
 
