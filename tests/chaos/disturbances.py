@@ -219,7 +219,13 @@ async def _swap_addresses(round: Round) -> Undo:
 
     async def back() -> None:
         world.write_fleet()
-        _, said = await world.run_starter("nodes", "apply", "--because", "chaos is over", "--fleet", FLEET)
-        round.note(f"addresses as before: {' '.join(said.split())[:160]}")
+
+        async def applied() -> bool:
+            # A worker that is busy may not answer in time; the command says so, and that it has to be given again.
+            code, said = await world.run_starter("nodes", "apply", "--because", "chaos is over", "--fleet", FLEET)
+            round.note(f"addresses as before: {' '.join(said.split())[:160]}")
+            return code == 0
+
+        await eventually(applied, "the fleet file was never applied again")
 
     return back
