@@ -15,11 +15,8 @@ RUN python -c "import tomllib; needs = tomllib.load(open('pyproject.toml', 'rb')
 
 COPY *.py ./
 COPY activities activities
-COPY agent agent
-COPY backends backends
-COPY console console
 COPY deploy/compose/*.py deploy/compose/
-COPY recovery recovery
+COPY relaunch relaunch
 COPY workflows workflows
 RUN python -m compileall -q .
 

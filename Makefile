@@ -8,10 +8,11 @@ setup: .venv/.installed
 
 # A Python that is new enough, found by uv where it is there. The stamp makes the second `make setup` do nothing.
 # pip compiles with one core; what is left out is large, and little or nothing of it is ever imported.
-.venv/.installed: requirements.lock
+.venv/.installed: requirements.lock pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
 	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
 	    uv pip install --quiet --compile-bytecode --python $(PY) -r requirements.lock; \
+	    uv pip install --quiet --no-deps --no-build-isolation --python $(PY) -e .; \
 	else \
 	    for python in python3.13 python3.12 python3.11 python3; do \
 	        command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; \
@@ -19,9 +20,10 @@ setup: .venv/.installed
 	    test -n "$$python" || { echo "make setup: no Python 3.11 or newer on PATH, and no uv that could fetch one" >&2; exit 2; }; \
 	    test -x $(PY) || $$python -m venv .venv; \
 	    $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock; \
+	    $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; \
 	    $(PY) -m compileall -q -j 0 -x '/(sympy|mpmath|networkx|tests)/' .venv/lib; \
 	fi
-	@$(PY) -m compileall -q *.py activities agent backends console recovery workflows  # else the first command pays for it
+	@$(PY) -m compileall -q *.py activities workflows relaunch  # else the first command pays for it
 	@touch $@
 
 demo: setup

@@ -26,19 +26,19 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.job import AT_ONCE, MAX_GENERATIONS_AHEAD
-from activities.readings import Listed, Readings, Seen, ask
-from activities.stopping import StopRanksInput, beating, stop_everywhere
-from backends.base import Backend, Fleets, identity
-from recovery.fleet.facts import Applied, Remembered
-from recovery.fleet.inventory import read_inventory
-from recovery.fleet.memory import has_restored, memory
-from recovery.fleet.model import FleetState, Living, NodeLook
-from recovery.model import Token
-from recovery.policy import Timeouts
-from recovery.spec import FleetSpec
-from workflows.fleet_messages import FleetFile, FleetInput
-from workflows.messages import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
+from relaunch.activities.launch import AT_ONCE, MAX_GENERATIONS_AHEAD
+from relaunch.activities.readings import Listed, Readings, Seen, ask
+from relaunch.activities.stop import StopRanksInput, beating, stop_everywhere
+from relaunch.backends.base import Backend, Fleets, identity
+from relaunch.generation import Token
+from relaunch.messages.fleets import FleetFile, FleetInput
+from relaunch.messages.jobs import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
+from relaunch.pool.facts import Applied, Remembered
+from relaunch.pool.inventory import read_inventory
+from relaunch.pool.restore import has_restored, memory
+from relaunch.pool.state import FleetState, Living, NodeLook
+from relaunch.spec.fleet import FleetSpec
+from relaunch.spec.policy import Timeouts
 
 Answer = TypeVar("Answer")
 TASK_TIMEOUT = timedelta(seconds=10)

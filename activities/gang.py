@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from activities.clocks import read_boot_clock
-from activities.observations import MESSAGE_LIMIT, observations_from
-from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
-from backends.base import BackendError, ProtocolError, WatchStream
-from recovery.diagnose import is_root
-from recovery.events import (
+from relaunch.activities.clocks import read_boot_clock
+from relaunch.activities.observations import MESSAGE_LIMIT, observations_from
+from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
+from relaunch.backends.base import BackendError, ProtocolError, WatchStream
+from relaunch.evidence.observations import Observation, RankExited, RanksVanished
+from relaunch.job.diagnose import is_root
+from relaunch.job.events import (
     CancelRequested,
     CheckpointSaved,
     Event,
@@ -26,8 +27,7 @@ from recovery.events import (
     RanksHung,
     StepReached,
 )
-from recovery.hang import Pace, advance, hung, rate
-from recovery.observations import Observation, RankExited, RanksVanished
+from relaunch.job.hang import Pace, advance, hung, rate
 
 GATHER = 0.005
 """Seconds to let the other exits of one fault arrive. Longer would only delay the relaunch; the exits of one node arrive together."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from temporalio import activity
 
-from activities.records import read_archive
-from backends.base import Backend, BackendError, Fleets, Logs, Refused
-from recovery.model import Token
-from workflows.log_messages import (
+from relaunch.activities.records import read_archive
+from relaunch.backends.base import Backend, BackendError, Fleets, Logs, Refused
+from relaunch.generation import Token
+from relaunch.messages.logs import (
     LogPiece,
     ReadIncidentsInput,
     ReadIncidentsOutput,

@@ -24,10 +24,10 @@ from temporalio.client import (
 )
 from temporalio.service import RPCError, RPCStatusCode
 
-from backends.base import BackendError
-from recovery.fleet.model import FleetState
-from recovery.model import JobState
-from workflows.messages import FLEET_ID_PREFIX, JobResult
+from relaunch.backends.base import BackendError
+from relaunch.job.state import JobState
+from relaunch.messages.jobs import FLEET_ID_PREFIX, JobResult
+from relaunch.pool.state import FleetState
 
 EVERY = 5.0
 """Seconds between the end of a round and the next."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from recovery.launchers import Failure, failures
-from recovery.observations import EcsStop, Observation, RankError, RankExited, RanksFenced, RanksVanished
+from relaunch.evidence.observations import EcsStop, Observation, RankError, RankExited, RanksFenced, RanksVanished
+from relaunch.job.launchers import Failure, failures
 
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import IO
 
-from recovery.repair_state import Fact, NoAnswer, OrderDone
-from recovery.spec import Power
+from relaunch.repair.state import Fact, NoAnswer, OrderDone
+from relaunch.spec.fleet import Power
 
 TAIL = 2048
 """Bytes of its output that are kept: it goes into the history."""

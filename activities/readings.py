@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from backends.answers import parse_list
-from backends.base import Backend, BackendError
+from relaunch.backends.answers import parse_list
+from relaunch.backends.base import Backend, BackendError
 
 PATIENCE = 1.0
 """Seconds that a look waits for a reading; a node with persistence mode needs a fifth of one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from temporalio import activity
 
-from recovery.model import Incident
+from relaunch.job.state import Incident
 
 _INCIDENT = TypeAdapter(Incident)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from recovery.events import Event
-from recovery.hang import Pace
-from recovery.model import Token
-from recovery.places import StartedPlaces
-from recovery.policy import HangLimits, Timeouts
+from relaunch.generation import Token
+from relaunch.job.events import Event
+from relaunch.job.hang import Pace
+from relaunch.job.places import StartedPlaces
+from relaunch.spec.policy import HangLimits, Timeouts
 
 
 @dataclass(frozen=True, slots=True)

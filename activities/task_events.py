@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
-from backends.base import BackendError, EventQueue, TaskEvent
-from workflows.messages import WORKFLOW_ID_PREFIX
+from relaunch.backends.base import BackendError, EventQueue, TaskEvent
+from relaunch.messages.jobs import WORKFLOW_ID_PREFIX
 
 AGAIN = (1.0, 30.0)
 """Seconds after which a queue that does not answer is asked again: the first time, and at most."""

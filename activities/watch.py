@@ -18,14 +18,14 @@ from temporalio.client import AsyncActivityCancelledError, Client
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.gang import Gang
-from activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
-from backends.answers import parse_watch_line
-from backends.base import Backend, Fleets, ProtocolError, SeesPeople, Unreachable
-from recovery.hang import Pace
-from recovery.observations import RanksVanished
-from recovery.places import explain_forgotten, find_doubt, parse_place
-from recovery.policy import Timeouts
+from relaunch.activities.gang import Gang
+from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
+from relaunch.backends.answers import parse_watch_line
+from relaunch.backends.base import Backend, Fleets, ProtocolError, SeesPeople, Unreachable
+from relaunch.evidence.observations import RanksVanished
+from relaunch.job.hang import Pace
+from relaunch.job.places import explain_forgotten, find_doubt, parse_place
+from relaunch.spec.policy import Timeouts
 
 RECONNECT = (0.1, 2.0)
 """Seconds between two tries to reach a node: the first, and the most."""

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from recovery.decide import decide
-from recovery.diagnose import diagnose
-from recovery.events import FaultObserved
-from recovery.evolve import absorb
-from recovery.model import JobState, Phase, Slot
-from recovery.observations import RankError, RankExited
-from recovery.policy import preset
-from recovery.spec import JobSpec
+from relaunch.evidence.observations import RankError, RankExited
+from relaunch.job.apply import absorb
+from relaunch.job.decide import decide
+from relaunch.job.diagnose import diagnose
+from relaunch.job.events import FaultObserved
+from relaunch.job.state import JobState, Phase, Slot
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import preset
 
 RANKS_PER_NODE = 8
 AT = datetime(2026, 11, 21, 3, tzinfo=UTC)

@@ -30,17 +30,18 @@ from rich.console import Console
 from rich.table import Table
 from temporalio.client import WorkflowHandle
 
-from backends.ecs.aws import MODIFIES, READS
 from benchmarks.contenders import ROOT
 from benchmarks.ecs_account import FAMILY, Account
 from benchmarks.many import AT_ONCE, PATIENCE, cpu_seconds, each, server_for
-from connection import connect
-from console.submission import TASK_TIMEOUT
-from recovery.policy import resolve
-from recovery.spec import EcsOptions, JobSpec
-from workflows.messages import JobResult, TrainingJobInput
-from workflows.search_attributes import GENERATION, PHASE
-from workflows.training_job import TrainingJob
+from relaunch.backends.ecs.aws import MODIFIES, READS
+from relaunch.cli.client import TASK_TIMEOUT
+from relaunch.messages.jobs import JobResult, TrainingJobInput
+from relaunch.spec.fleet import EcsOptions
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import resolve
+from relaunch.temporal import connect
+from relaunch.workflows.search_attributes import GENERATION, PHASE
+from relaunch.workflows.training_job.workflow import TrainingJob
 
 BUDGETS = {"reads": (20.0, 100), "modifies": (40.0, 100)}
 """Calls a second, and in a burst, that ECS gives an account in a region for its cluster resources (Amazon ECS API Reference, request

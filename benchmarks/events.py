@@ -11,15 +11,16 @@ from pathlib import Path
 from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
-from backends.simulated import Exit, Progress, Script, SimulatedBackend
 from benchmarks.contenders import ROOT
-from connection import data_converter, ensure_namespace
-from recovery.policy import resolve
-from recovery.spec import FleetSpec, JobSpec
-from settings import Settings
-from worker import WorkerFleets, make_worker
-from workflows.messages import TrainingJobInput
-from workflows.training_job import TrainingJob
+from relaunch.config import Settings
+from relaunch.messages.jobs import TrainingJobInput
+from relaunch.spec.fleet import FleetSpec
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import resolve
+from relaunch.temporal import data_converter, ensure_namespace
+from relaunch.worker import WorkerFleets, make_worker
+from relaunch.workflows.training_job.workflow import TrainingJob
+from tests.fakes.nodes import Exit, Progress, Script, SimulatedBackend
 
 
 @dataclass(frozen=True, slots=True)

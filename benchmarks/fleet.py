@@ -25,17 +25,18 @@ from typing import Any
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import Client, WorkflowHandle
 
-from backends.simulated import Script, SimulatedBackend
 from benchmarks.many import server_for
-from connection import connect
-from console.submission import TASK_TIMEOUT
-from recovery.policy import resolve
-from recovery.spec import FleetSpec, JobSpec
-from settings import Settings
-from worker import WorkerFleets, make_worker
-from workflows.messages import FLEET_ID_PREFIX, JobResult, TrainingJobInput
-from workflows.search_attributes import PHASE
-from workflows.training_job import TrainingJob
+from relaunch.cli.client import TASK_TIMEOUT
+from relaunch.config import Settings
+from relaunch.messages.jobs import FLEET_ID_PREFIX, JobResult, TrainingJobInput
+from relaunch.spec.fleet import FleetSpec
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import resolve
+from relaunch.temporal import connect
+from relaunch.worker import WorkerFleets, make_worker
+from relaunch.workflows.search_attributes import PHASE
+from relaunch.workflows.training_job.workflow import TrainingJob
+from tests.fakes.nodes import Script, SimulatedBackend
 
 FLEET = "pool"
 NODES_OF_A_JOB = 3

@@ -28,18 +28,19 @@ from pathlib import Path
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowHandle
 
-from backends.simulated import Progress, Script, SimulatedBackend
 from benchmarks.contenders import ROOT
-from connection import connect, ensure_namespace
-from console.service import HOST, SERVER_OPTIONS, choose_port, find_server
-from console.submission import TASK_TIMEOUT
-from recovery.policy import resolve
-from recovery.spec import FleetSpec, JobSpec
-from settings import Settings
-from worker import WorkerFleets, make_worker
-from workflows.messages import JobResult, TrainingJobInput
-from workflows.search_attributes import PHASE
-from workflows.training_job import TrainingJob
+from relaunch.cli.client import TASK_TIMEOUT
+from relaunch.cli.service import HOST, SERVER_OPTIONS, choose_port, find_server
+from relaunch.config import Settings
+from relaunch.messages.jobs import JobResult, TrainingJobInput
+from relaunch.spec.fleet import FleetSpec
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import resolve
+from relaunch.temporal import connect, ensure_namespace
+from relaunch.worker import WorkerFleets, make_worker
+from relaunch.workflows.search_attributes import PHASE
+from relaunch.workflows.training_job.workflow import TrainingJob
+from tests.fakes.nodes import Progress, Script, SimulatedBackend
 
 AT_ONCE = 50
 """Calls of this program in flight, and jobs on their way from submitted to running: it shares the two cores with what it measures.

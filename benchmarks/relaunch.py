@@ -1,4 +1,4 @@
-"""relaunch as a contender: `starter.py run` against a running `up`, two local nodes with two ranks each."""
+"""relaunch as a contender: `relaunch run` against a running `up`, two local nodes with two ranks each."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from backends.artifact import build_agent
-from backends.base import Backend, Prepared, PrepareOrder, Started, StartOrder, Unreachable
-from backends.local import LocalBackend
-from backends.local_power import signal_all
 from benchmarks.idle import TICK, pss, ticks
-from recovery.model import Token
-from recovery.policy import preset
-from recovery.spec import FleetSpec
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.base import Backend, Prepared, PrepareOrder, Started, StartOrder, Unreachable
+from relaunch.backends.local import LocalBackend
+from relaunch.backends.local_power import signal_all
+from relaunch.generation import Token
+from relaunch.spec.fleet import FleetSpec
+from relaunch.spec.policy import preset
 from tests.backends.slow_link import Way, slow_links
 from tests.backends.sshd import SSHD, Sshd, make_key
 from tests.chaos.places import environments
@@ -123,7 +123,7 @@ async def measure(
         if kind == "local":
             return LocalBackend(spec, folder, agent, ANSWER_WITHIN)
         # Counted as memory of what is connected: a worker of local nodes does not import it.
-        from backends.ssh.backend import SshBackend
+        from relaunch.backends.ssh.backend import SshBackend
 
         return SshBackend(spec, agent, ANSWER_WITHIN)
 

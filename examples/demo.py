@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from interpreter import use_project_python  # noqa: E402
+from relaunch.interpreter import use_project_python  # noqa: E402
 
 use_project_python()
 
@@ -34,14 +34,14 @@ from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 from temporalio.client import Client  # noqa: E402
 
-from backends.local import cut, reboot  # noqa: E402
-from connection import connect, running_up  # noqa: E402
-from console import follow, jobs, views  # noqa: E402
-from console.files import job_from_flags  # noqa: E402
-from console.submission import submit  # noqa: E402
-from recovery.fencing import safe_after  # noqa: E402
-from recovery.model import JobState, Phase  # noqa: E402
-from settings import Settings  # noqa: E402
+from relaunch.backends.local import cut, reboot  # noqa: E402
+from relaunch.cli import follow, job_views, jobs  # noqa: E402
+from relaunch.cli.files import job_from_flags  # noqa: E402
+from relaunch.cli.submit import submit  # noqa: E402
+from relaunch.config import Settings  # noqa: E402
+from relaunch.job.fencing import safe_after  # noqa: E402
+from relaunch.job.state import JobState, Phase  # noqa: E402
+from relaunch.temporal import connect, running_up  # noqa: E402
 
 STEPS = 270
 TRAIN = ("--steps", str(STEPS), "--batch", "16", "--checkpoint-every", "20", "--step-time", "0.1")
@@ -92,7 +92,7 @@ class Screen:
         what, at = job.next.what, job.next.at
         if job.lost and job.phase is Phase.LAUNCHING and job.incident:
             # The wait of this demo: until silence is proof that the ranks of the lost node have stopped themselves.
-            what = f"once {views.names(list(job.lost_names))} must have stopped its ranks by itself, {what} without it"
+            what = f"once {job_views.names(list(job.lost_names))} must have stopped its ranks by itself, {what} without it"
             at = safe_after(job, (job.incident.decided or job.incident.opened) + 2 * ANSWER_WITHIN)
         return what + (f" (in {max(0.0, (at - datetime.now(UTC)).total_seconds()):.0f} s)" if at else "")
 
@@ -103,7 +103,7 @@ class Screen:
             loss = look.watch.values.get("loss") if look.watch else None
             colour = "green" if look.phase in (Phase.RUNNING, Phase.SUCCEEDED) else "yellow"
             bar, steps = f"{'━' * (30 * step // STEPS):<31}", f"step {step:>3} of {STEPS} {'' if loss is None else f' loss {loss:.4f}':<14}"
-            where = f" generation {job.generation} on {views.names([slot.node for slot in job.slots]) or 'no nodes yet'}" if job else ""
+            where = f" generation {job.generation} on {job_views.names([slot.node for slot in job.slots]) or 'no nodes yet'}" if job else ""
             lines.append(Text.assemble((f"{name:<9} ", "bold"), (bar, "cyan"), steps, (f"{look.phase:<10}", f"bold {colour}"), where))
         if job := self.job():
             lines += [Text.assemble(("now   ", "bold"), job.because), Text.assemble(("next  ", "bold"), self.next(job))]
@@ -148,11 +148,11 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
 
         begin = screen.step()
         await until("more steps", lambda: screen.step() >= begin + 10)
-        (worker,) = workers = processes(state, str(ROOT / "worker.py"))
+        (worker,) = workers = processes(state, str(ROOT / "relaunch" / "__main__.py"), "worker")
         before, begin = screen.job(), screen.step()
         screen.say(f"2. SIGKILL to the worker (process {worker}), at step {begin}: whoever decides is gone", "bold red")
         os.kill(worker, signal.SIGKILL)
-        await until("another worker", lambda: processes(state, str(ROOT / "worker.py")) not in ([], workers))
+        await until("another worker", lambda: processes(state, str(ROOT / "relaunch" / "__main__.py"), "worker") not in ([], workers))
         await until("progress seen by the new worker", lambda: screen.step() > begin + 10)
         now = screen.job()
         if before is None or now is None or (now.generation, len(now.incidents)) != (before.generation, len(before.incidents)):
@@ -178,10 +178,10 @@ def conclude(state: Path, screen: Screen) -> bool:
         "CAUSE", "NODE", "WHAT HAPPENED", "STRATEGY", "DECIDED", "LAUNCHED", "RECOVERED", box=None, header_style="bold", pad_edge=False
     )
     incidents = job.incidents if (job := screen.job()) else ()
-    for entry in map(views.history_entry, incidents):
+    for entry in map(job_views.history_entry, incidents):
         strategies = ", ".join(dict.fromkeys(d["strategy"] for d in entry["decisions"] if d["strategy"]))
         times = (f"{entry['times'][name] or 0:.2f} s" for name in ("decided", "launched", "recovered"))
-        table.add_row(entry["cause"], views.names(entry["nodes"]), entry["because"], strategies, *times)
+        table.add_row(entry["cause"], job_views.names(entry["nodes"]), entry["because"], strategies, *times)
     screen.console.print("", table, "")
     results = {name: json.loads((state / name / "final.json").read_text()) for name in ("calm", "troubled")}
     for name, result in results.items():
@@ -197,7 +197,7 @@ def conclude(state: Path, screen: Screen) -> bool:
 
 @contextlib.contextmanager
 def service() -> Iterator[Path]:
-    """Run `starter.py up` on a temporary folder; at the end, whatever the end, its processes and files are gone."""
+    """Run `relaunch up` on a temporary folder; at the end, whatever the end, its processes and files are gone."""
     state = Path(tempfile.mkdtemp(prefix="relaunch-demo-"))
     command = [sys.executable, str(ROOT / "starter.py"), "up", "--attended", "--state", str(state), "--port", "0", "--ui-port", "0"]
     for number, (fleet, names) in enumerate(FLEETS.items()):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A DistributedDataParallel training that survives being started again: gloo on CPUs, NCCL on GPUs.
 
-    ./starter.py run --nodes 2 --nproc 2 --policy torchelastic -- python examples/train_ddp.py --checkpoint /tmp/ddp.pt
+    relaunch run --nodes 2 --nproc 2 --policy torchelastic -- python examples/train_ddp.py --checkpoint /tmp/ddp.pt
 
 What makes it recoverable is marked (1) to (4); the rest is a small regression, so that it runs anywhere torch does.
 Needs torch 2.x and nothing of relaunch: it reads torchrun's environment variables, and runs under torchrun as well.

@@ -9,7 +9,7 @@ one essential container, `sh` in its image, no entry point, and network mode hos
 container instance of CLUSTER with some CPU and memory to spare. It takes some three minutes, with a reboot ten: of a g4dn.xlarge, 0.53 USD
 an hour on demand in us-east-1 (price as of 2026, to be checked), that is less than 0.10 USD; API calls cost nothing, logs next to nothing.
 
-Each row says what relaunch expects and what AWS said. `DIFFERS` is worth an issue: something in backends/ecs is built on what was expected.
+Each row says what relaunch expects and what AWS said. `DIFFERS` is worth an issue: relaunch/backends/ecs is built on what was expected.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from backends.base import BackendError, Gone, PrepareOrder, Refused, StartOrder, StopOrder, Unreachable
-from backends.ecs.aws import AwsError
-from backends.ecs.backend import EcsBackend
-from backends.ecs.cluster import UnknownInstance
-from backends.ecs.fence import Fence, only_for
-from backends.ecs.launch import stamp
-from backends.ecs.options import options
-from backends.ecs.stream import SETTLES
-from backends.ecs.tasks import Failure, Task, job_attribute, started_by, stop_reason
-from recovery.model import Token
-from recovery.spec import EcsOptions, FleetSpec
+from relaunch.backends.base import BackendError, Gone, PrepareOrder, Refused, StartOrder, StopOrder, Unreachable
+from relaunch.backends.ecs.aws import AwsError
+from relaunch.backends.ecs.backend import EcsBackend
+from relaunch.backends.ecs.cluster import UnknownInstance
+from relaunch.backends.ecs.fence import Fence, only_for
+from relaunch.backends.ecs.launch import stamp
+from relaunch.backends.ecs.options import options
+from relaunch.backends.ecs.stream import SETTLES
+from relaunch.backends.ecs.tasks import Failure, Task, job_attribute, started_by, stop_reason
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions, FleetSpec
 
 NEEDED = {
     "CLUSTER": "name or ARN of an ECS cluster",

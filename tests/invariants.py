@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from backends.simulated import Call, Life, Obeyed, SimulatedBackend
-from recovery.model import Token
+from relaunch.generation import Token
 from tests.backends.upkeep_invariants import upkeep_violations
+from tests.fakes.nodes import Call, Life, Obeyed, SimulatedBackend
 
 Job = tuple[str, str]
 

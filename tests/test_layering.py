@@ -12,20 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = (
-    "workflows",
-    "activities",
-    "recovery",
-    "backends",
-    "agent",
-    "console",
-    "settings",
-    "connection",
-    "interpreter",
-    "warm_client",
-    "worker",
-    "starter",
-)
+OURS = ("relaunch", "workflows", "activities", "worker", "starter")
 PYDANTIC = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
 HEAVY = ("boto3", "botocore", "paramiko", "numpy", "typer", "rich", "yaml", "pydantic_settings")
 
@@ -47,8 +34,11 @@ def loaded(*modules: str) -> dict[str, str]:
 
 
 def modules(package: str) -> list[str]:
-    """Every module of a package, a package by itself included."""
-    found = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / package).rglob("*.py"))]
+    """Every module of a package or folder of packages, itself included."""
+    folder = ROOT.joinpath(*package.split("."))
+    if folder.with_suffix(".py").exists():
+        return [package]
+    found = [path.relative_to(ROOT).with_suffix("") for path in sorted(folder.rglob("*.py"))]
     names = [".".join(path.parts).removesuffix(".__init__") for path in found]
     return [name for name in names if not name.endswith("__main__")]
 
@@ -57,81 +47,100 @@ def within(name: str, allowed: Iterable[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in allowed)
 
 
+FLOORS = (
+    ("relaunch.worker", "relaunch.worker_main", "relaunch.__main__"),
+    ("relaunch.cli",),
+    ("relaunch.workflows",),
+    ("relaunch.activities",),
+    ("relaunch.backends",),
+    ("relaunch.temporal",),
+    ("relaunch.config", "relaunch.converter", "relaunch.interpreter"),
+    ("relaunch.messages",),
+    ("relaunch.job",),
+    ("relaunch.pool", "relaunch.repair"),
+    ("relaunch.spec",),
+    ("relaunch.evidence",),
+    ("relaunch.generation", "relaunch.fields"),
+)
+"""From the top down: what stands on a floor imports what stands below it, and nothing above or beside it."""
+AGENT = "relaunch.agent"
+"""Runs on the nodes, and imports nothing else of ours."""
+CORE = ("relaunch.job", "relaunch.pool", "relaunch.repair", "relaunch.spec", "relaunch.evidence", "relaunch.generation", "relaunch.fields")
+"""Only computes."""
+BOTTOM = ("relaunch.messages", *CORE)
 ALLOWED = [
-    ("recovery", ("recovery",)),
-    ("agent", ("agent",)),
-    ("backends", ("backends", "recovery")),
-    # log_messages, node_messages: what the command line, which must not load activities, and activities say to each other.
+    (AGENT, ()),
+    ("relaunch.evidence", ("relaunch.fields", "relaunch.generation")),
+    ("relaunch.spec", ("relaunch.evidence", "relaunch.fields", "relaunch.generation")),
+    ("relaunch.messages", CORE),
+    # What runs on the nodes is built by `artifact` and read as files.
+    ("relaunch.backends", CORE),
     # backends.answers: what a node says in a watch or a list is parsed by the activity that takes it.
-    # messages, fleet_messages: `tell_fleet` begins the fleet where there is none, with its argument.
-    (
-        "activities",
-        (
-            "activities",
-            "recovery",
-            "backends",
-            "backends.base",
-            "backends.answers",
-            "workflows",
-            "workflows.log_messages",
-            "workflows.node_messages",
-            "workflows.messages",
-            "workflows.fleet_messages",
-        ),
-    ),
-    ("workflows", ("workflows", "activities", "recovery", "backends", "backends.base", "backends.answers")),
-    (
-        "console",
-        (
-            "console",
-            "workflows",
-            "workflows.messages",
-            "workflows.log_messages",
-            "workflows.node_messages",
-            "workflows.fleet_messages",
-            "recovery",
-            "settings",
-            "connection",
-            "warm_client",
-        ),
-    ),
-    (
-        "starter",
-        (
-            "starter",
-            "console",
-            "workflows",
-            "workflows.messages",
-            "workflows.log_messages",
-            "workflows.node_messages",
-            "workflows.fleet_messages",
-            "recovery",
-            "settings",
-            "connection",
-            "interpreter",
-            "warm_client",
-        ),
-    ),
+    ("relaunch.activities", (*BOTTOM, "relaunch.backends.base", "relaunch.backends.answers")),
+    ("relaunch.workflows", (*BOTTOM, "relaunch.activities", "relaunch.backends.base", "relaunch.backends.answers")),
+    ("relaunch.cli", (*BOTTOM, "relaunch.config", "relaunch.temporal", "relaunch.converter", "relaunch.interpreter")),
 ]
-"""What each may load of ours. A bare `backends` or `workflows` stands for the package itself, which is a docstring."""
+"""What may be loaded of ours with each: less than stands below it."""
 
-BARE = {"activities": ("backends", "workflows"), "workflows": ("backends",), "console": ("workflows",), "starter": ("workflows",)}
+
+def packages_above(names: Iterable[str]) -> set[str]:
+    """The packages that are loaded with these modules: each is a docstring."""
+    return {name.rsplit(".", count)[0] for name in names for count in range(1, name.count(".") + 1)}
 
 
 @pytest.mark.parametrize(("package", "allowed"), ALLOWED, ids=[row[0] for row in ALLOWED])
 def test_a_package_loads_only_what_it_may(package: str, allowed: tuple[str, ...]) -> None:
-    names = ["starter"] if package == "starter" else modules(package)
-    whole = tuple(one for one in allowed if one not in BARE.get(package, ()))
-    found = [name for name in loaded(*names) if within(name, OURS)]
-    assert [name for name in found if not within(name, whole) and name not in BARE.get(package, ())] == []
+    given = (package, *allowed)
+    found = [name for name in loaded(*modules(package)) if within(name, OURS)]
+    assert [name for name in found if not within(name, given) and name not in packages_above(given)] == []
 
 
-@pytest.mark.parametrize(("package", "also"), [("agent", ()), ("recovery", PYDANTIC)])
-def test_a_pure_package_loads_the_standard_library_and_no_more(package: str, also: tuple[str, ...]) -> None:
+def imports() -> dict[str, set[str]]:
+    """By module: the modules of ours that its file names in an import, also for types alone and within functions."""
+    names = {name: ROOT.joinpath(*name.split(".")) for name in [*modules("relaunch"), *modules("relaunch.workflows")]}
+    names |= {name: ROOT.joinpath(*name.split(".")) for name in modules("relaunch.activities")}
+    names["relaunch.__main__"] = ROOT / "relaunch" / "__main__"
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        file = path / "__init__.py" if path.is_dir() and not path.with_suffix(".py").exists() else path.with_suffix(".py")
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
+        named = {f"{node.module}.{one.name}" for node in nodes for one in node.names} | {str(node.module) for node in nodes}
+        found[name] = {one for one in named if one in names and one not in packages_above([name]) | {name}}
+    return found
+
+
+def floor(module: str) -> int:
+    return next(number for number, names in enumerate(FLOORS) if within(module, names))
+
+
+def test_no_import_runs_upwards() -> None:
+    found = [(name, other) for name, others in imports().items() for other in others if not within(name, [AGENT])]
+    room = {name: next(one for names in FLOORS for one in names if within(name, [one])) for pair in found for name in pair}
+    upwards = [(name, other) for name, other in found if room[name] != room[other] and floor(other) <= floor(name)]
+    assert [pair for pair in upwards if pair[0] not in FLOORS[0]] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    left = {name: set(others) for name, others in imports().items()}
+    while leaves := {name for name, others in left.items() if not others & set(left)}:
+        left = {name: others for name, others in left.items() if name not in leaves}
+    assert left == {}
+
+
+@pytest.mark.parametrize("package", sorted(path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "relaunch").rglob("__init__.py")))
+def test_a_package_is_a_docstring(package: str) -> None:
+    if package != "relaunch/evidence/catalog":
+        body = ast.parse((ROOT / package / "__init__.py").read_text()).body
+        assert len(body) == 1 and ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+
+
+@pytest.mark.parametrize(("packages", "also"), [((AGENT,), ()), (CORE, PYDANTIC)], ids=["agent", "core"])
+def test_a_pure_package_loads_the_standard_library_and_no_more(packages: tuple[str, ...], also: tuple[str, ...]) -> None:
     # By their files: pydantic looks for plugins of whatever is installed, so its own imports are taken as given.
     given = set(loaded("pydantic", "pydantic.functional_validators")) if also else set()
-    names = [name for name, file in loaded(*modules(package)).items() if "site-packages" in file and name not in given]
-    assert [name for name in names if not within(name, also)] == []
+    names = [one for package in packages for one in modules(package)]
+    found = [name for name, file in loaded(*names).items() if "site-packages" in file and name not in given]
+    assert [name for name in found if not within(name, also)] == []
 
 
 def reaches(path: Path, package: str) -> list[str]:
@@ -151,14 +160,14 @@ def reaches(path: Path, package: str) -> list[str]:
 
 def test_the_command_line_reaches_nodes_in_two_modules_for_whoever_has_no_worker_yet() -> None:
     """`nodes check --file`, `nodes trust` and `nodes discover` come before the first worker; whatever acts on a node goes through one."""
-    files = [ROOT / "starter.py", *sorted((ROOT / "console").rglob("*.py"))]
-    assert [path.name for path in files if reaches(path, "backends")] == ["direct.py", "discover.py"]
-    # None of it at its import: `starter.py jobs` does not wait for paramiko or boto3, nor does whatever keeps it imported.
-    assert [name for name in loaded("starter", *modules("console")) if within(name, ("backends", "paramiko", "boto3"))] == []
+    files = sorted((ROOT / "relaunch" / "cli").rglob("*.py"))
+    assert [path.name for path in files if reaches(path, "relaunch.backends")] == ["direct.py", "discover.py"]
+    # None of it at its import: `relaunch jobs` does not wait for paramiko or boto3, nor does whatever keeps it imported.
+    assert [name for name in loaded(*modules("relaunch.cli")) if within(name, ("relaunch.backends", "paramiko", "boto3"))] == []
 
 
-def test_recovery_knows_no_clock_and_no_log() -> None:
-    for path in sorted((ROOT / "recovery").rglob("*.py")):
+def test_the_core_knows_no_clock_and_no_log() -> None:
+    for path in (path for package in CORE for path in sorted((ROOT / "relaunch").glob(f"{package.split('.')[1]}*/**/*.py"))):
         text = path.read_text()
         for word in (
             "datetime.now(",
@@ -173,13 +182,13 @@ def test_recovery_knows_no_clock_and_no_log() -> None:
 
 
 def test_importing_what_a_replay_needs_loads_no_cloud_no_ssh_and_no_command_line() -> None:
-    found = loaded("workflows.training_job", "connection", "temporalio.worker", "temporalio.contrib.pydantic")
+    found = loaded("relaunch.workflows.training_job.workflow", "relaunch.temporal", "temporalio.worker", "temporalio.contrib.pydantic")
     assert [name for name in found if name in HEAVY] == []
 
 
 def test_the_command_line_and_a_worker_of_local_nodes_load_no_ssh() -> None:
-    found = loaded("starter", "console.nodes", "console.node_commands", "worker")
-    assert [name for name in found if within(name, ("paramiko", "cryptography", "backends.ssh"))] == []
+    found = loaded("relaunch.cli.app", "relaunch.cli.repairs", "relaunch.cli.nodes", "relaunch.worker")
+    assert [name for name in found if within(name, ("paramiko", "cryptography", "relaunch.backends.ssh"))] == []
 
 
 @pytest.mark.long

@@ -10,12 +10,12 @@ import pytest
 from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
-from backends.base import Backend, Gone, Prepared, PrepareOrder, Refused, StopOrder, identity
-from connection import read_server_id
-from console.service import find_server
-from recovery.model import Token
-from settings import Settings
-from worker import WorkerFleets, make_fleets
+from relaunch.backends.base import Backend, Gone, Prepared, PrepareOrder, Refused, StopOrder, identity
+from relaunch.cli.service import find_server
+from relaunch.config import Settings
+from relaunch.generation import Token
+from relaunch.temporal import read_server_id
+from relaunch.worker import WorkerFleets, make_fleets
 
 FLEET = """\
 name: lab

@@ -7,14 +7,14 @@ from typing import Any
 
 from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
-from recovery.health import Health
-from recovery.ladder import used_budgets
-from recovery.leaving import pending, what_next
-from recovery.model import JobState, Phase
-from recovery.policy import Strategy
-from recovery.repair_state import AskPerson, Finish, RepairState, Step, StepRecord
-from recovery.spec import duration
-from recovery.treatment import Course, Examine, Treatment
+from relaunch.evidence.health import Health
+from relaunch.fields import duration
+from relaunch.job.drain import pending, what_next
+from relaunch.job.ladder import used_budgets
+from relaunch.job.state import JobState, Phase
+from relaunch.repair.state import AskPerson, Finish, RepairState, Step, StepRecord
+from relaunch.repair.treatment import Course, Examine, Treatment
+from relaunch.spec.policy import Strategy
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
 CAUSE = SearchAttributeKey.for_keyword("Cause")

@@ -13,9 +13,9 @@ from temporalio.api.workflowservice.v1 import RegisterNamespaceRequest
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
-from connection import RETENTION, connect, ensure_namespace
-from interpreter import leave
-from settings import Mistake, read_settings
+from relaunch.config import Mistake, read_settings
+from relaunch.interpreter import leave
+from relaunch.temporal import RETENTION, connect, ensure_namespace
 
 KNOWN_WITHIN = 60.0
 """Seconds; the server's services look every ten seconds whether there are new namespaces."""

@@ -16,9 +16,9 @@ from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from connection import connect
-from interpreter import leave
-from settings import Mistake, read_settings
+from relaunch.config import Mistake, read_settings
+from relaunch.interpreter import leave
+from relaunch.temporal import connect
 
 FRESH = timedelta(seconds=90)
 """A poll that finds nothing is renewed after a minute; the server remembers pollers for five, also dead ones."""

@@ -11,13 +11,14 @@ from typing import Any, cast
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.job import JobActivities, LaunchRanksInput
-from activities.reports import WatchRanksInput, WatchReport
-from activities.watch import WatchActivities
-from backends.simulated import Script, SimulatedBackend
-from recovery.model import Slot, Token
-from recovery.policy import HangLimits, Timeouts
-from recovery.spec import JobSpec
+from relaunch.activities.launch import JobActivities, LaunchRanksInput
+from relaunch.activities.reports import WatchRanksInput, WatchReport
+from relaunch.activities.watch import WatchActivities
+from relaunch.generation import Token
+from relaunch.job.state import Slot
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import HangLimits, Timeouts
+from tests.fakes.nodes import Script, SimulatedBackend
 from tests.workflows.rig import SimulatedFleets, fleet, policy
 
 TOKEN = Token("default", "llama", 1000, 1)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from activities.node import NodeActivities, RepairOrder
-from backends.simulated import SimulatedBackend
-from recovery.evidence import Verdict
-from recovery.repair_state import Probed
+from relaunch.activities.examine import NodeActivities, RepairOrder
+from relaunch.evidence.findings import Verdict
+from relaunch.messages.nodes import ExamineNodesInput
+from relaunch.repair.state import Probed
 from tests.activities.harness import environment
+from tests.fakes.nodes import SimulatedBackend
 from tests.workflows.rig import SimulatedFleets, fleet
-from workflows.node_messages import ExamineNodesInput
 
 
 class Ahead(SimulatedBackend):

@@ -15,21 +15,21 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-import activities.fleet
-import activities.readings
-from activities.fleet import FLEET_UNKNOWN, MOST_RUNS, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
-from activities.job import LaunchRanksOutput
-from backends.base import Prepared, PrepareOrder, Started, StartOrder
-from backends.simulated import Lingers, ManualClock, Script, Sick, SimulatedBackend, Stranger, Takes
-from recovery.fleet.facts import Applied
-from recovery.fleet.inventory import GpuUse, Inventory
-from recovery.fleet.messages import Claim, Place
-from recovery.fleet.model import ClaimRecord, FleetState, Living, NodeLook, NodeRecord, Standing
-from recovery.model import Token
-from recovery.spec import FleetLimits
+import relaunch.activities.fleet
+import relaunch.activities.readings
+from relaunch.activities.fleet import FLEET_UNKNOWN, MOST_RUNS, ClosedJobsInput, FleetActivities, LookInput, ReclaimInput, TellFleetInput
+from relaunch.activities.launch import LaunchRanksOutput
+from relaunch.backends.base import Prepared, PrepareOrder, Started, StartOrder
+from relaunch.generation import Token
+from relaunch.messages.fleets import FleetFile, FleetInput
+from relaunch.pool.facts import Applied
+from relaunch.pool.inventory import GpuUse, Inventory
+from relaunch.pool.messages import Claim, Place
+from relaunch.pool.state import ClaimRecord, FleetState, Living, NodeLook, NodeRecord, Standing
+from relaunch.spec.fleet import FleetLimits
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand
+from tests.fakes.nodes import Lingers, ManualClock, Script, Sick, SimulatedBackend, Stranger, Takes
 from tests.workflows.rig import fleet as fleet_of
-from workflows.fleet_messages import FleetFile, FleetInput
 
 RUNNING, TERMINATED = WorkflowExecutionStatus.RUNNING, WorkflowExecutionStatus.TERMINATED
 RUNS = Script(then="run")
@@ -156,9 +156,9 @@ def stopped(fleet: Stand) -> list[tuple[str, int]]:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activities.fleet, "LOOK_AGAIN", 0.05)
-    monkeypatch.setattr(activities.fleet, "GIVE_BACK_AFTER", timedelta(seconds=0.3))
-    monkeypatch.setattr(activities.fleet, "RECLAIM_WITHIN", timedelta(seconds=0.6))
+    monkeypatch.setattr(relaunch.activities.fleet, "LOOK_AGAIN", 0.05)
+    monkeypatch.setattr(relaunch.activities.fleet, "GIVE_BACK_AFTER", timedelta(seconds=0.3))
+    monkeypatch.setattr(relaunch.activities.fleet, "RECLAIM_WITHIN", timedelta(seconds=0.6))
 
 
 # --- looks
@@ -245,7 +245,7 @@ async def test_gpus_of_a_node_at_which_somebody_works_are_not_read() -> None:
 
 
 async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activities.readings, "PATIENCE", 0.05)
+    monkeypatch.setattr(relaunch.activities.readings, "PATIENCE", 0.05)
     clock = ManualClock()
     fleet = stand()
     fleet.fleets.known = spec = fleet_of(2, gpus=2)
@@ -263,8 +263,8 @@ async def test_a_driver_that_hangs_delays_what_is_told_of_its_own_node_and_is_as
 
 
 async def test_a_reading_that_nobody_heard_of_for_long_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activities.readings, "PATIENCE", 0.05)
-    monkeypatch.setattr(activities.readings, "KEPT", 0.0)
+    monkeypatch.setattr(relaunch.activities.readings, "PATIENCE", 0.05)
+    monkeypatch.setattr(relaunch.activities.readings, "KEPT", 0.0)
     clock = ManualClock()
     fleet = stand()
     fleet.fleets.known = spec = fleet_of(1, gpus=2)
@@ -529,7 +529,7 @@ async def test_a_run_of_other_workers_is_not_asked() -> None:
 
 
 async def test_a_server_that_lists_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activities.fleet, "REMEMBER_WITHIN", timedelta(seconds=0.2))
+    monkeypatch.setattr(relaunch.activities.fleet, "REMEMBER_WITHIN", timedelta(seconds=0.2))
     assert (await last_state(unlisted=10**6))[0] == set()
 
 

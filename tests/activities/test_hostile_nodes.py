@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 from temporalio.client import Client
 
-from activities import gang as gang_module
-from activities.fleet import FleetActivities, LookInput
-from activities.job import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
-from activities.reports import WatchHeartbeat
-from backends.base import Prepared, PrepareOrder, Refused
-from backends.simulated import Exit, Script, SimulatedBackend
-from recovery.events import FaultObserved, NodeReturned, NodeUnreachable
-from recovery.model import Token
-from recovery.observations import RankExited
+from relaunch.activities import gang as gang_module
+from relaunch.activities.fleet import FleetActivities, LookInput
+from relaunch.activities.launch import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
+from relaunch.activities.reports import WatchHeartbeat
+from relaunch.backends.base import Prepared, PrepareOrder, Refused
+from relaunch.evidence.observations import RankExited
+from relaunch.generation import Token
+from relaunch.job.events import FaultObserved, NodeReturned, NodeUnreachable
 from tests.activities.harness import Stand, environment, eventually, stand
+from tests.fakes.nodes import Exit, Script, SimulatedBackend
 
 pytestmark = pytest.mark.asyncio
 NAMED = {"namespace": "default", "job": "llama", "submission": 1000, "generation": 1}
@@ -81,7 +81,7 @@ def hostile(script: Script | None = None, *says: list[Any], **timeouts: str) -> 
 @pytest.fixture(autouse=True)
 def _no_wait_for_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang_module, "GATHER_CASCADES", 0.0)
-    monkeypatch.setattr("activities.watch.RECONNECT", (0.01, 0.02))
+    monkeypatch.setattr("relaunch.activities.watch.RECONNECT", (0.01, 0.02))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 from temporalio.testing import ActivityEnvironment
 
-from activities.logs import LogActivities
-from backends.base import LogChunk, Logs, Refused, Unreachable
-from workflows.log_messages import LogPiece, ReadLogsInput, ReadLogsOutput
+from relaunch.activities.logs import LogActivities
+from relaunch.backends.base import LogChunk, Logs, Refused, Unreachable
+from relaunch.messages.logs import LogPiece, ReadLogsInput, ReadLogsOutput
 
 
 class ThreeNodes:

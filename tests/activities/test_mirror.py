@@ -13,13 +13,13 @@ import pytest
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.mirror import EVENTS, RECENT, MirrorLoop
-from backends.base import Unreachable
-from recovery.fleet.model import FleetState
-from recovery.model import JobState, Phase
+from relaunch.activities.mirror import EVENTS, RECENT, MirrorLoop
+from relaunch.backends.base import Unreachable
+from relaunch.job.state import JobState, Phase
+from relaunch.messages.jobs import JobResult
+from relaunch.pool.state import FleetState
 from tests.activities.harness import eventually
 from tests.recovery.builders import new_job
-from workflows.messages import JobResult
 
 RUNNING, COMPLETED = WorkflowExecutionStatus.RUNNING, WorkflowExecutionStatus.COMPLETED
 TERMINATED, CONTINUED = WorkflowExecutionStatus.TERMINATED, WorkflowExecutionStatus.CONTINUED_AS_NEW

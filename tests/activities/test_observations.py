@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from activities.observations import KERNEL_LINE, KERNEL_LINES, observation_from, observations_from
-from backends.base import StartOrder
-from backends.simulated import Exit, KeeperDies, Progress, Script
-from recovery.diagnose import diagnose
-from recovery.events import FaultObserved, ProgressSeen
-from recovery.observations import RankExited, RanksVanished
+from relaunch.activities.observations import KERNEL_LINE, KERNEL_LINES, observation_from, observations_from
+from relaunch.backends.base import StartOrder
+from relaunch.evidence.observations import RankExited, RanksVanished
+from relaunch.job.diagnose import diagnose
+from relaunch.job.events import FaultObserved, ProgressSeen
 from tests.activities.harness import stand
+from tests.fakes.nodes import Exit, KeeperDies, Progress, Script
 from tests.recovery.builders import running
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)

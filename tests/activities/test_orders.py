@@ -12,18 +12,18 @@ import pytest
 from temporalio.api.common.v1 import Payload
 from temporalio.exceptions import ApplicationError
 
-import recovery.fencing
-from activities.job import LAUNCH_ATTEMPTS, LaunchRanksOutput, gang_of
-from activities.logs import LogActivities
-from activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
-from activities.stopping import StopRanksInput, StopRanksOutput
-from backends.base import Prepared, StartOrder
-from backends.simulated import Fault, Lingers, Prints, Refuse, Script
-from connection import data_converter
-from recovery.causes import Cause
-from recovery.model import Incident
+import relaunch.job.fencing
+from relaunch.activities.launch import LAUNCH_ATTEMPTS, LaunchRanksOutput, gang_of
+from relaunch.activities.logs import LogActivities
+from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities, archive_file, read_archive
+from relaunch.activities.stop import StopRanksInput, StopRanksOutput
+from relaunch.backends.base import Prepared, StartOrder
+from relaunch.evidence.causes import Cause
+from relaunch.job.state import Incident
+from relaunch.messages.logs import ReadLogsInput
+from relaunch.temporal import data_converter
 from tests.activities.harness import PATIENCE, TOKEN, Stand, ago, environment, stand
-from workflows.log_messages import ReadLogsInput
+from tests.fakes.nodes import Fault, Lingers, Prints, Refuse, Script
 
 
 async def stop(fleet: Stand, **changes: object) -> StopRanksOutput:
@@ -91,7 +91,7 @@ async def test_stopping_ends_when_every_rank_is_gone_and_repeating_it_is_success
 
 
 async def test_a_silent_node_counts_as_fenced_only_when_another_one_is_proven_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(milliseconds=100))
+    monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(milliseconds=100))
     short = {"lease": "900ms", "heartbeat": "100ms", "fence_after": "300ms", "stop_grace": "100ms"}
     fleet = stand(timeouts=short)
     await fleet.launch()
@@ -103,7 +103,7 @@ async def test_a_silent_node_counts_as_fenced_only_when_another_one_is_proven_st
 
 
 async def test_without_a_witness_no_silence_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(0))
+    monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(0))
     fleet = stand(timeouts={"lease": "600ms", "heartbeat": "100ms", "fence_after": "100ms", "stop_grace": "100ms"})
     fleet.backend.cut("n1")
     fleet.backend.cut("n2")

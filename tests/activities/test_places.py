@@ -9,12 +9,12 @@ import pytest
 from temporalio.activity import ActivityCancellationDetails
 from temporalio.exceptions import ApplicationError
 
-from activities.job import LAUNCH_ATTEMPTS, LaunchRanksOutput
-from activities.stopping import StopRanksInput
-from backends.simulated import Fault, Script
-from recovery.events import NodeUnreachable
-from recovery.places import StartedPlaces
+from relaunch.activities.launch import LAUNCH_ATTEMPTS, LaunchRanksOutput
+from relaunch.activities.stop import StopRanksInput
+from relaunch.job.events import NodeUnreachable
+from relaunch.job.places import StartedPlaces
 from tests.activities.harness import TOKEN, Stand, environment, eventually, stand
+from tests.fakes.nodes import Fault, Script
 
 ELSEWHERE = "n2 answers, but from another machine than the one generation 1 was started on"
 NEXT = replace(TOKEN, generation=2)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.logs import LogActivities, told
-from backends.base import Backend, Refused, Unreachable
+from relaunch.activities.logs import LogActivities, told
+from relaunch.backends.base import Backend, Refused, Unreachable
+from relaunch.messages.logs import ReadStacksInput, Stack
 from tests.backends.fleets import RUNS
 from tests.backends.test_contract import Make, agent, launch, make, pytest_generate_tests, token
-from workflows.log_messages import ReadStacksInput, Stack
 
 __all__ = ["agent", "make", "pytest_generate_tests"]
 

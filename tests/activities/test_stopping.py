@@ -9,16 +9,16 @@ from datetime import datetime, timedelta, tzinfo
 
 import pytest
 
-import activities.gang
-import activities.stopping
-import recovery.fencing
-from activities.stopping import StopRanksInput, StopRanksOutput, launched_generations
-from backends.simulated import Cut, Script
-from recovery.events import NodeUnreachable
-from recovery.fencing import fence_wait
-from recovery.model import LaunchedGeneration
-from recovery.policy import Timeouts
+import relaunch.activities.gang
+import relaunch.activities.stop
+import relaunch.job.fencing
+from relaunch.activities.stop import StopRanksInput, StopRanksOutput, launched_generations
+from relaunch.generation import LaunchedGeneration
+from relaunch.job.events import NodeUnreachable
+from relaunch.job.fencing import fence_wait
+from relaunch.spec.policy import Timeouts
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand
+from tests.fakes.nodes import Cut, Script
 
 SHORT = {"lease": "900ms", "heartbeat": "100ms", "fence_after": "300ms", "stop_grace": "100ms", "lost_after": "60s"}
 MARGIN = 1.0
@@ -28,8 +28,8 @@ SECONDS_OF_LEASE = 0.9
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(seconds=MARGIN))
-    monkeypatch.setattr(activities.stopping, "LOOK_AGAIN", 0.1)
+    monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=MARGIN))
+    monkeypatch.setattr(relaunch.activities.stop, "LOOK_AGAIN", 0.1)
 
 
 def order(fleet: Stand, *nodes: str, **changes: object) -> StopRanksInput:
@@ -97,7 +97,7 @@ async def test_the_wait_for_a_silent_node_starts_at_the_last_stop_of_its_gang() 
 
 
 async def test_a_step_of_the_wall_clock_shortens_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activities.stopping, "datetime", SteppedClock)
+    monkeypatch.setattr(relaunch.activities.stop, "datetime", SteppedClock)
     monkeypatch.setattr(SteppedClock, "step", timedelta(0))
     fleet = stand(timeouts=SHORT)
     await fleet.launch()
@@ -112,7 +112,7 @@ async def test_a_step_of_the_wall_clock_shortens_no_wait(monkeypatch: pytest.Mon
 
 
 async def test_a_step_of_the_wall_clock_makes_no_silence_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activities.gang, "datetime", SteppedClock)
+    monkeypatch.setattr(relaunch.activities.gang, "datetime", SteppedClock)
     monkeypatch.setattr(SteppedClock, "step", timedelta(0))
     fleet = stand(Script((Cut(node="n2", after=0.2),)), timeouts={"lost_after": "800ms"})
     await fleet.launch()

@@ -12,20 +12,20 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
-import activities.gang
-import activities.watch
-from activities.gang import GATHER_CASCADES, Gang
-from activities.reports import WatchHeartbeat
-from activities.watch import Superseded
-from backends.base import Unreachable, WatchStream
-from backends.simulated import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, SimulatedBackend, error_file
-from recovery.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RanksHung, StepReached
-from recovery.hang import Pace
-from recovery.model import Token
-from recovery.observations import RankExited, RanksVanished
-from recovery.policy import HangLimits
-from recovery.spec import FleetNode
+import relaunch.activities.gang
+import relaunch.activities.watch
+from relaunch.activities.gang import GATHER_CASCADES, Gang
+from relaunch.activities.reports import WatchHeartbeat
+from relaunch.activities.watch import Superseded
+from relaunch.backends.base import Unreachable, WatchStream
+from relaunch.evidence.observations import RankExited, RanksVanished
+from relaunch.generation import Token
+from relaunch.job.events import FaultObserved, NodeReturned, NodeUnreachable, ProgressSeen, RanksHung, StepReached
+from relaunch.job.hang import Pace
+from relaunch.spec.fleet import FleetNode
+from relaunch.spec.policy import HangLimits
 from tests.activities.harness import Stand, ago, environment, eventually, stand
+from tests.fakes.nodes import Cut, Exit, Fault, KeeperDies, Progress, Reboot, Script, SimulatedBackend, error_file
 
 CASCADE = ("RuntimeError: NCCL communicator was aborted", "torch.distributed.DistBackendError: Connection reset by peer")
 
@@ -153,12 +153,12 @@ async def test_a_lost_node_that_returns_with_the_last_exits_ends_the_job() -> No
 async def test_a_node_that_returns_while_a_fault_is_gathered_is_named_and_its_lease_is_not_renewed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(activities.gang, "GATHER_CASCADES", 2.0)
-    monkeypatch.setattr(activities.watch, "RECONNECT", (0.05, 0.1))
+    monkeypatch.setattr(relaunch.activities.gang, "GATHER_CASCADES", 2.0)
+    monkeypatch.setattr(relaunch.activities.watch, "RECONNECT", (0.05, 0.1))
     # The fault is an echo, so that the report waits for its root while n2 returns.
     echo = Exit(rank=0, exit_code=1, after=0.3, log_tail=CASCADE)
     fleet = stand(Script((echo,)), ranks=1, timeouts={"lease": "6s", "heartbeat": "100ms"})
-    monkeypatch.setattr(activities.watch, "renewal_interval", lambda _: 0.1)
+    monkeypatch.setattr(relaunch.activities.watch, "renewal_interval", lambda _: 0.1)
     await fleet.launch()
     fleet.backend.cut("n2", "controller-in", "controller-out")
     watching = asyncio.create_task(fleet.watch(lost=("n2",)))

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from activities.gang import Gang
-from activities.reports import WatchHeartbeat, WatchReport
-from backends.simulated import Exit, Progress, Script
-from recovery.events import CheckpointSaved, ProgressSeen, StepReached
-from recovery.hang import Pace
-from recovery.policy import HangLimits
+from relaunch.activities.gang import Gang
+from relaunch.activities.reports import WatchHeartbeat, WatchReport
+from relaunch.job.events import CheckpointSaved, ProgressSeen, StepReached
+from relaunch.job.hang import Pace
+from relaunch.spec.policy import HangLimits
 from tests.activities.harness import ago, environment, stand
+from tests.fakes.nodes import Exit, Progress, Script
 
 PACE = Pace(ago(100), expected=True)
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.gang import Gang
-from activities.reports import WatchRanksInput
-from activities.watch import WatchActivities
-from recovery.hang import Pace
-from recovery.model import Token
-from recovery.policy import HangLimits, Timeouts
+from relaunch.activities.gang import Gang
+from relaunch.activities.reports import WatchRanksInput
+from relaunch.activities.watch import WatchActivities
+from relaunch.generation import Token
+from relaunch.job.hang import Pace
+from relaunch.spec.policy import HangLimits, Timeouts
 
 EXITED = {"seq": 1, "kind": "RankExited", "rank": 0, "local_rank": 0, "exit_code": 0, "signal": None, "stopped": False, "at": 1.0}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from real_node import Node
 
-from backends import local_power
-from backends.artifact import build_agent
+from relaunch.backends import local_power
+from relaunch.backends.artifact import build_agent
 from tests.doubles.install import build_nvml
 
 

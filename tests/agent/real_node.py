@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent import cgroup
-from agent.state import boot_id, read_json
+from relaunch.agent.ranks import cgroup
+from relaunch.agent.state import boot_id, read_json
 
 Json = dict[str, Any]
 PATIENCE = 60.0

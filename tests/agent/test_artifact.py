@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.artifact import build_agent
+from relaunch.backends.artifact import build_agent
 
-BUILD = "import sys, pathlib; {before}; from backends.artifact import build_agent; build_agent(pathlib.Path(sys.argv[1]))"
+BUILD = "import sys, pathlib; {before}; from relaunch.backends.artifact import build_agent; build_agent(pathlib.Path(sys.argv[1]))"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,7 +36,7 @@ def test_the_artifact_is_named_after_what_is_in_it_and_built_again_where_it_was_
 def test_processes_with_other_modules_and_another_order_of_hashes_build_the_same_bytes(tmp_path: Path) -> None:
     """Else each start of a worker would send all nodes another agent."""
     built = {build_agent(tmp_path / "here").read_bytes()}
-    for seed, before in (("1", "import json"), ("2", "import agent.keeper, agent.session, asyncio, pydantic")):
+    for seed, before in (("1", "import json"), ("2", "import relaunch.agent.ranks.shim, relaunch.agent.session, asyncio, pydantic")):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run([sys.executable, "-c", BUILD.format(before=before), str(tmp_path / seed)], cwd=ROOT, env=environment, check=True)
         built.update(path.read_bytes() for path in (tmp_path / seed).iterdir())
@@ -53,6 +53,6 @@ def test_an_agent_of_another_pythons_bytecode_runs_from_its_source(tmp_path: Pat
     environment = {**os.environ, "RELAUNCH_AGENT_STATE": str(tmp_path / "state")}
     done = subprocess.run([sys.executable, str(other), "list"], input=b'{"protocol": 1}', capture_output=True, env=environment)
     assert b'"outcome":"done"' in done.stdout.replace(b" ", b""), done
-    read = zipimport.zipimporter(str(other / "agent")).get_code("agent.keeper")
+    read = zipimport.zipimporter(str(other / "relaunch" / "agent" / "ranks")).get_code("relaunch.agent.ranks.shim")
     compiled_here = read.co_filename.startswith(str(other))
     assert compiled_here == (magic != importlib.util.MAGIC_NUMBER)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from real_node import Node, alive, done, eventually, name
 
-from agent import cgroup
+from relaunch.agent.ranks import cgroup
 
 STRAY = "setsid env -i setsid sleep 1000 & exec sleep 1000"
 

@@ -15,7 +15,7 @@ import pytest
 from real_node import Node, Stream, alive, boottime, eventually
 from test_lease import fenced, goes_on, launch, renewing
 
-from agent.lease import CLOCK_WINDOW, Lease, PeerClocks, Standstills, Vouchers, measure_standstill
+from relaunch.agent.ranks.lease import CLOCK_WINDOW, Lease, PeerClocks, Standstills, Vouchers, measure_standstill
 
 LONG = {"lease": 60.0, "fence_after": 60.0}
 """Times that no test waits for."""

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from real_node import PATIENCE, alive, eventually, python
 
-from agent.container import ASKED_TO_GO, LINGER, MISUSED, NOT_FOUND
-from backends.base import Refused, Unreachable
-from backends.ecs import wire
-from backends.local_power import processes_of, signal_all
-from backends.session import AgentSession
-from recovery.model import Token
+from relaunch.agent.container.container import ASKED_TO_GO, LINGER, MISUSED, NOT_FOUND
+from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.ecs import wire
+from relaunch.backends.local_power import processes_of, signal_all
+from relaunch.backends.session import AgentSession
+from relaunch.generation import Token
 from tests.chaos.world import free_port
 
 KEY = "a key of the tests, long enough"

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from agent import folders, keepers
-from agent.protocol import Refused
-from agent.state import open_state
-from backends.ssh import bootstrap
-from console import preflight
+from relaunch.agent import folders
+from relaunch.agent.protocol import Refused
+from relaunch.agent.ranks import find_shims
+from relaunch.agent.state import open_state
+from relaunch.backends.ssh import bootstrap
+from relaunch.cli import node_check
 
 OTHER_UID = 4242
 OWN_UID = 4243
@@ -123,7 +124,7 @@ def test_the_places_of_one_node_are_all_its_candidates(roots: tuple[Path, Path],
 
 
 HOLDS = """import sys, time
-from agent import processes
+from relaunch.agent import processes
 processes.set_name('relaunch-keep')
 lock = open(sys.argv[1], 'w')
 print('up', flush=True)
@@ -139,16 +140,16 @@ def test_state_that_was_removed_whole_comes_back_where_its_keeper_makes_it_again
         try:
             assert keeper.stdout is not None and keeper.stdout.readline() == b"up\n"
             shutil.rmtree(old)
-            assert folders.choose_folder("m1", keepers.find_used_place) == old
-            assert folders.choose_folder("m2", keepers.find_used_place) == roots[0] / name / "m2"
+            assert folders.choose_folder("m1", find_shims.find_used_place) == old
+            assert folders.choose_folder("m2", find_shims.find_used_place) == roots[0] / name / "m2"
         finally:
             keeper.kill()
 
 
 def test_the_bootstrap_and_the_checks_know_the_same_places() -> None:
     assert bootstrap.candidates() == [str(path) for path in folders.list_candidates(os.geteuid())]
-    assert folders.SHARED_FILE_SYSTEMS == preflight.SHARED
-    assert folders.FORGETFUL_FILE_SYSTEMS == preflight.FORGETFUL
+    assert folders.SHARED_FILE_SYSTEMS == node_check.SHARED
+    assert folders.FORGETFUL_FILE_SYSTEMS == node_check.FORGETFUL
 
 
 TAKEN = """

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from real_node import Node, alive, done, eventually, python, refusal, token
 
-from agent import disk
-from agent.journal import Journal, read
+from relaunch.agent import disk
+from relaunch.agent.ranks.journal import Journal, read
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 WAITS = "import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.02)\nraise SystemExit(3)"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from real_node import Node, done, eventually, python, refusal
 
-from agent import users
+from relaunch.agent.node import gpu_users
 from tests.doubles.install import HEALTHY, calls, install_nvml, install_tool, tell_nvml
 
 Look = Callable[[], dict[str, Any]]
@@ -109,12 +109,12 @@ def test_a_rank_of_another_node_on_this_machine_is_ours_and_whoever_only_says_so
 ) -> None:
     node, other = make_node("n1"), make_node("n2")
     (rank,) = other.run(1, ["sleep", "1000"], ranks=1).values()
-    assert users.ours(node.state, [rank, stranger.pid]) == [rank]
+    assert gpu_users.ours(node.state, [rank, stranger.pid]) == [rank]
     liar = {**os.environ, "RELAUNCH_TOKEN": "default/llama/1/1", "RELAUNCH_NODE_STATE": "/proc/1/root"}
     with subprocess.Popen(["sleep", "1000"], env=liar) as process:
         try:
             eventually(lambda: b"RELAUNCH_TOKEN" in Path(f"/proc/{process.pid}/environ").read_bytes())
-            assert users.ours(node.state, [process.pid]) == []
+            assert gpu_users.ours(node.state, [process.pid]) == []
         finally:
             process.kill()
 
@@ -124,7 +124,7 @@ def test_a_tool_that_we_run_on_the_gpus_is_ours(node: Node) -> None:
     with subprocess.Popen(["sleep", "1000"], env=marked) as tool:
         try:
             # The kernel shows the environment of a new program a moment after it has begun.
-            eventually(lambda: users.ours(node.state, [tool.pid]) == [tool.pid])
+            eventually(lambda: gpu_users.ours(node.state, [tool.pid]) == [tool.pid])
         finally:
             tool.kill()
 

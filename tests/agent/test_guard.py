@@ -15,8 +15,9 @@ import pytest
 from real_node import Node, alive, boottime, eventually, line_to_keeper, name, python
 from test_lease import renewing
 
-from agent import guard, processes
-from agent.protocol import Token
+from relaunch.agent import processes
+from relaunch.agent.protocol import Token
+from relaunch.agent.ranks import guard
 
 SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
 STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)"

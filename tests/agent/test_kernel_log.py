@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from real_node import Json, Node, alive, eventually
 
-from agent import kernel_log
-from agent.kernel_log import LINE, LINES, Mark, mark, read, read_records, reading_of
-from agent.state import Generation
-from recovery.kernel_log import KERNEL_MARKS
+from relaunch.agent.node import kernel_log
+from relaunch.agent.node.kernel_log import LINE, LINES, Mark, mark, read, read_records, reading_of
+from relaunch.agent.state import Generation
+from relaunch.evidence.kernel_log import KERNEL_MARKS
 
 XID = "[12345.678901] NVRM: Xid (PCI:0000:05:00): 79, pid=4242, name=python, GPU has fallen off the bus."
 OLD = "[11111.000000] NVRM: Xid (PCI:0000:06:00): 48, pid=99, name=python, DBE"

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from real_node import Json, Node, alive, done, eventually, python, token
 
-from activities.observations import observations_from
-from recovery.launchers import launcher_command
-from recovery.observations import RankExited
-from recovery.spec import JobSpec
+from relaunch.activities.observations import observations_from
+from relaunch.evidence.observations import RankExited
+from relaunch.job.launchers import launcher_command
+from relaunch.spec.job import JobSpec
 
 PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
 TORCH = Path(shutil.which(PYTHON) or PYTHON).parent

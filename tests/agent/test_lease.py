@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from real_node import Node, Stream, alive, boottime, done, eventually, python, token
 
-from agent.lease import Lease, Vouchers
+from relaunch.agent.ranks.lease import Lease, Vouchers
 
 SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
 

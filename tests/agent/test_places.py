@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from real_node import Node, alive, done, eventually, refusal, token
 
-from agent.state import boot_id
+from relaunch.agent.state import boot_id
 
 
 def place(answer: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from real_node import Node, alive, done, eventually, name, refusal
 
-from agent import preflight
-from agent.folders import find_mount
-from agent.state import boot_id
+from relaunch.agent.folders import find_mount
+from relaunch.agent.node import preflight
+from relaunch.agent.state import boot_id
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
 ASKED = {"within": 10.0, "listen": None, "stay": 30.0, "gpus": False}

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from real_node import Node, boottime, eventually
 
-from agent import hold, probe, reboots, tools
-from agent.state import boot_id
+from relaunch.agent import tools
+from relaunch.agent.node import hold, probe, reboots
+from relaunch.agent.state import boot_id
 
 PROBE = {"within": 10.0, "kernel_since": None}
 XID = "[    0.471100] NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus."

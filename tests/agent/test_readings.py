@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from real_node import eventually
 
-from agent import evidence, journal
-from agent.progress import RankProgress, Unreadable, parse_file
-from agent.state import Generation
+from relaunch.agent.ranks import evidence, journal
+from relaunch.agent.ranks.progress import RankProgress, Unreadable, parse_file
+from relaunch.agent.state import Generation
 
 
 @pytest.fixture

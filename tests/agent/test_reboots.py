@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from real_node import Node, alive, done, eventually, refusal
 
-from agent import reboots
-from agent.state import boot_id
-from backends import local_power
-from backends.local import LIBRARIES, PROGRAMS, LocalBackend
-from recovery.spec import FleetNode, FleetSpec
+from relaunch.agent.node import reboots
+from relaunch.agent.state import boot_id
+from relaunch.backends import local_power
+from relaunch.backends.local import LIBRARIES, PROGRAMS, LocalBackend
+from relaunch.spec.fleet import FleetNode, FleetSpec
 from tests.doubles.install import calls, install_nvml, install_tool
 
 MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from real_node import TIMES, Node, alive, done, eventually, refusal, token
 
-from agent import processes, reboots, repairs
-from agent.protocol import Refused
-from agent.state import boot_id
-from backends import local_power
+from relaunch.agent import processes
+from relaunch.agent.node import reboots, repairs
+from relaunch.agent.protocol import Refused
+from relaunch.agent.state import boot_id
+from relaunch.backends import local_power
 from tests.doubles.install import HEALTHY, calls, install_nvml, install_tool, pids
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()

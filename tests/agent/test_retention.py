@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from real_node import Node, eventually, python, refusal, token
 
-from agent import retention
-from agent.state import JobState, try_lock
+from relaunch.agent.ranks import retention
+from relaunch.agent.state import JobState, try_lock
 
 BLOCK = 64 * 1024
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from real_node import Node, alive, eventually
 
-from agent import task
-from agent.state import boot_id
+from relaunch.agent.container import task
+from relaunch.agent.state import boot_id
 from tests.doubles.install import calls, install_tool, pids
 
 SAMPLES = Path(__file__).parent.parent / "recovery" / "samples" / "dcgm"

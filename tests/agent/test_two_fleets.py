@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from real_node import TIMES, Node, alive, done, eventually, refusal, token
 
-from agent.state import boot_id
+from relaunch.agent.state import boot_id
 from tests.doubles.install import calls, install_tool
 
 LAB, OTHER = "default/lab", "default/other"

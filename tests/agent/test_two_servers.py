@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from real_node import Node, alive, done, eventually, refusal, token
 
-from agent.protocol import Token, parse_token
+from relaunch.agent.protocol import Token, parse_token
 
 ONE, OTHER = "6c1e9ba4-1111", "0f9d2c77-2222"
 

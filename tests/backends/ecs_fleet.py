@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import Backend
-from backends.ecs import aws as aws_module
-from backends.ecs import inside
-from backends.ecs.backend import EcsBackend
-from recovery.model import Token
-from recovery.spec import EcsOptions, FleetSpec, SecretReference
+from relaunch.backends.base import Backend
+from relaunch.backends.ecs import aws as aws_module
+from relaunch.backends.ecs import container
+from relaunch.backends.ecs.backend import EcsBackend
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions, FleetSpec
+from relaunch.spec.job import SecretReference
 from tests.backends.fleets import Does, RealRanks
 from tests.chaos.world import free_port
 from tests.doubles.aws import AwsDouble, Delays
@@ -29,7 +30,7 @@ def playing_aws(folder: Path, agent: Path) -> Iterator[AwsDouble]:
         for name, value in (*double.environment().items(), ("KEY_OF_CONTRACT", KEY)):
             patch.setenv(name, value)
         patch.setattr(aws_module, "RATES", {"read": (10_000.0, 100), "modify": (10_000.0, 100)})
-        patch.setattr(inside, "RETRY", (0.05, 0.2))
+        patch.setattr(container, "RETRY", (0.05, 0.2))
         yield double
 
 
@@ -41,7 +42,7 @@ class EcsFleet(RealRanks):
         self.visitors = []
         self._aws = aws
         port = str(free_port())
-        variables = {inside.PORT: port, "RELAUNCH_AGENT_KEY": KEY, "RELAUNCH_AGENT_STATE": "state"}
+        variables = {container.PORT: port, "RELAUNCH_AGENT_KEY": KEY, "RELAUNCH_AGENT_STATE": "state"}
         trainer = {
             "name": "trainer",
             "image": "of the user's, with the agent",

@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends.artifact import build_agent
-from backends.base import Refused
-from backends.ecs import aws as aws_module
-from backends.ecs import batch as batch_module
-from backends.ecs import cluster as cluster_module
-from backends.ecs import follow as follow_module
-from backends.ecs import node_tasks as node_tasks_module
-from backends.ecs.aws import Aws
-from backends.ecs.cluster import Cluster
-from backends.ecs.node_tasks import NodeTasks
-from backends.ecs.reboots import Journal
-from backends.ecs.repairs import Repairs
-from recovery.catalog import catalog
-from recovery.health import Health, read_health
-from recovery.spec import EcsOptions
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.base import Refused
+from relaunch.backends.ecs import aws as aws_module
+from relaunch.backends.ecs import batch as batch_module
+from relaunch.backends.ecs import cluster as cluster_module
+from relaunch.backends.ecs import examine as node_tasks_module
+from relaunch.backends.ecs import follow as follow_module
+from relaunch.backends.ecs.aws import Aws
+from relaunch.backends.ecs.cluster import Cluster
+from relaunch.backends.ecs.examine import NodeTasks
+from relaunch.backends.ecs.reboots import Journal
+from relaunch.backends.ecs.repairs import Repairs
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.health import Health, read_health
+from relaunch.spec.fleet import EcsOptions
 from tests.doubles.aws import AwsDouble, Delays
 from tests.doubles.install import install_tool
 

@@ -12,30 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from backends import local_power
-from backends.artifact import build_agent
-from backends.base import Backend
-from backends.local import LIBRARIES, LocalBackend, cut, heal, reboot
-from backends.simulated import (
-    DiagHangs,
-    Exit,
-    Prints,
-    Progress,
-    Refuse,
-    ResetFails,
-    Script,
-    SimulatedBackend,
-    Stranger,
-    Takes,
-    error_file,
-)
-from backends.simulated.health import diagnosed
-from backends.simulated.script import Happening
-from backends.ssh.backend import SshBackend
-from recovery.model import Token
-from recovery.spec import FleetSpec
+from relaunch.backends import local_power
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.base import Backend
+from relaunch.backends.local import LIBRARIES, LocalBackend, cut, heal, reboot
+from relaunch.backends.ssh.backend import SshBackend
+from relaunch.generation import Token
+from relaunch.spec.fleet import FleetSpec
 from tests.backends.sshd import Sshd, make_key
 from tests.doubles.install import build_nvml, install_nvml, tell_nvml
+from tests.fakes.nodes import DiagHangs, Exit, Prints, Progress, Refuse, ResetFails, Script, SimulatedBackend, Stranger, Takes, error_file
+from tests.fakes.nodes.health import diagnosed
+from tests.fakes.nodes.script import Happening
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends.artifact import build_agent
-from backends.base import Unreachable
-from backends.ssh.backend import SshBackend
-from recovery.spec import FleetSpec
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.base import Unreachable
+from relaunch.backends.ssh.backend import SshBackend
+from relaunch.spec.fleet import FleetSpec
 from tests.backends.sshd import Sshd, make_key, need_sshd
 
 

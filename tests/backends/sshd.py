@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from backends import local_power
+from relaunch.backends import local_power
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 MISSING = "no OpenSSH server is installed here (sshd, ssh-keygen)"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backends.answers import (
+from relaunch.backends.answers import (
     MAX_OBSERVATIONS,
     MAX_PROBE_BYTES,
     MAX_VALUES,
@@ -20,8 +20,8 @@ from backends.answers import (
     parse_list,
     parse_watch_line,
 )
-from backends.base import ProtocolError, Unreachable
-from recovery.model import Token
+from relaunch.backends.base import ProtocolError, Unreachable
+from relaunch.generation import Token
 
 TOKEN = Token("default", "llama", 1000, 3)
 NAMED = {"namespace": "default", "job": "llama", "submission": 1000, "generation": 3}

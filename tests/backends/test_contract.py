@@ -10,20 +10,8 @@ from typing import Any, TypeVar
 import pytest
 import pytest_asyncio
 
-from backends.base import (
-    Backend,
-    Gone,
-    Logs,
-    Peer,
-    Prepared,
-    PrepareOrder,
-    Refused,
-    Started,
-    StartOrder,
-    StopOrder,
-    Unreachable,
-)
-from recovery.model import Token
+from relaunch.backends.base import Backend, Gone, Logs, Peer, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.generation import Token
 from tests.backends.fleets import RUNS, Does, Fleet, LocalFleet, SimulatedFleet, SshFleet, build
 
 pytestmark = pytest.mark.asyncio

@@ -11,18 +11,19 @@ from typing import Any, TypeVar
 import pytest
 import pytest_asyncio
 
-from backends.base import Gone, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
-from backends.ecs import aws as aws_module
-from backends.ecs import batch as batch_module
-from backends.ecs import cluster as cluster_module
-from backends.ecs import follow as follow_module
-from backends.ecs import stream as stream_module
-from backends.ecs.backend import EcsBackend
-from backends.ecs.launch import stamp
-from backends.ecs.stream import ECS_SEQ
-from backends.ecs.tasks import QUARANTINE, job_attribute, started_by
-from recovery.model import Token
-from recovery.spec import EcsOptions, EcsTask, FleetSpec
+from relaunch.backends.base import Gone, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.ecs import aws as aws_module
+from relaunch.backends.ecs import batch as batch_module
+from relaunch.backends.ecs import cluster as cluster_module
+from relaunch.backends.ecs import follow as follow_module
+from relaunch.backends.ecs import stream as stream_module
+from relaunch.backends.ecs.backend import EcsBackend
+from relaunch.backends.ecs.launch import stamp
+from relaunch.backends.ecs.stream import ECS_SEQ
+from relaunch.backends.ecs.tasks import QUARANTINE, job_attribute, started_by
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions, FleetSpec
+from relaunch.spec.job import EcsTask
 from tests.doubles.aws import LOST, SERVER_ERROR, THROTTLE, AwsDouble, Delays, error, failure
 
 T = TypeVar("T")

@@ -14,21 +14,22 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends import session as session_module
-from backends.artifact import build_agent
-from backends.base import Gone, Logs, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
-from backends.ecs import aws as aws_module
-from backends.ecs import batch as batch_module
-from backends.ecs import cluster as cluster_module
-from backends.ecs import follow as follow_module
-from backends.ecs import inside
-from backends.ecs import stream as stream_module
-from backends.ecs.backend import EcsBackend
-from backends.ecs.launch import stamp
-from backends.ecs.stream import ECS_SEQ
-from backends.ecs.tasks import read_definition, read_task
-from recovery.model import Token
-from recovery.spec import EcsOptions, FleetSpec, SecretReference
+from relaunch.backends import session as session_module
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.base import Gone, Logs, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.ecs import aws as aws_module
+from relaunch.backends.ecs import batch as batch_module
+from relaunch.backends.ecs import cluster as cluster_module
+from relaunch.backends.ecs import container
+from relaunch.backends.ecs import follow as follow_module
+from relaunch.backends.ecs import stream as stream_module
+from relaunch.backends.ecs.backend import EcsBackend
+from relaunch.backends.ecs.launch import stamp
+from relaunch.backends.ecs.stream import ECS_SEQ
+from relaunch.backends.ecs.tasks import read_definition, read_task
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions, FleetSpec
+from relaunch.spec.job import SecretReference
 from tests.chaos.world import free_port
 from tests.doubles.aws import SERVER_ERROR, AwsDouble, Delays
 
@@ -45,7 +46,7 @@ Line = Mapping[str, Any]
 SAID = {"ranks": [0], "port": 29400}
 WITH_AGENT = {
     "containerOverrides": [
-        {"name": "c", "environment": [{"name": "RANK", "value": "0"}, {"name": inside.ORDER, "value": json.dumps(SAID)}]}
+        {"name": "c", "environment": [{"name": "RANK", "value": "0"}, {"name": container.ORDER, "value": json.dumps(SAID)}]}
     ]
 }
 
@@ -61,11 +62,11 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
         for module in (batch_module, follow_module):
             patch.setattr(module, "GATHER", 0.002)
         patch.setattr(cluster_module, "FIRST_LOOK", 0.05)
-        patch.setattr(inside, "RETRY", (0.05, 0.2))
+        patch.setattr(container, "RETRY", (0.05, 0.2))
         patch.setattr(stream_module, "STALE_POLLS", PATIENT)
-        for module in (inside, session_module):
+        for module in (container, session_module):
             patch.setattr(module, "SILENT_BEATS", PATIENT)
-        patch.setattr(inside, "DRAINED_WITHIN", PATIENCE)
+        patch.setattr(container, "DRAINED_WITHIN", PATIENCE)
         patch.setenv("KEY_OF_TESTS", f"{KEY}\n")
         patch.setenv("ANOTHER_KEY", "another key, and long enough too")
         yield double
@@ -78,7 +79,7 @@ class Site:
         self.aws, number = aws, next(NUMBERS)
         self.port = str(free_port())
         # A folder of the container alone, as each has.
-        variables = {inside.PORT: self.port, "RELAUNCH_AGENT_KEY": key, "RELAUNCH_AGENT_STATE": "state"}
+        variables = {container.PORT: self.port, "RELAUNCH_AGENT_KEY": key, "RELAUNCH_AGENT_STATE": "state"}
         trainer = {
             "name": "trainer",
             "image": "of the user's, with the agent",
@@ -227,7 +228,7 @@ async def _stopped(site: Site) -> None:
 async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
     make: Callable[..., Site], key: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(inside, "COMPLAIN_AFTER", 0.0)
+    monkeypatch.setattr(container, "COMPLAIN_AFTER", 0.0)
     caplog.set_level(logging.WARNING)
     site = make()
     worker = site.again(key)
@@ -250,7 +251,7 @@ async def test_a_key_that_the_worker_does_not_have_is_named(variable: str, becau
     async def address(node: str) -> str:
         return "127.0.0.1"
 
-    agents = inside.Agents(SecretReference(env=variable), address)
+    agents = container.Agents(SecretReference(env=variable), address)
     async with agents.session("n1", read_task({"taskArn": "a/1", "overrides": WITH_AGENT})) as session:
         with pytest.raises(Unreachable, match=f"ecs.agent_key: variable {because}"):
             await session.list()
@@ -342,7 +343,7 @@ async def test_what_does_not_fit_is_refused_in_a_sentence(make: Callable[..., Si
 def test_an_order_says_what_the_environment_does_not() -> None:
     own = tuple({"RANK": str(rank), "NODE_RANK": "1", "CUDA_VISIBLE_DEVICES": str(rank)} for rank in (8, 9))
     start = StartOrder(Token("d", "j", 1, 2), "n2", ("true",), None, {}, own, (), 0.0, "", False)
-    text = inside.order(start, 29400, 15.0, 10.0)
+    text = container.order(start, 29400, 15.0, 10.0)
     assert json.loads(text) == {
         "token": {"namespace": "d", "job": "j", "submission": 1, "generation": 2},
         "ranks": [8, 9],
@@ -352,7 +353,7 @@ def test_an_order_says_what_the_environment_does_not() -> None:
         "heartbeat": 10.0,
         "port": 29400,
     }
-    environment = [{"name": "RANK", "value": "8"}, {"name": inside.ORDER, "value": text}]
+    environment = [{"name": "RANK", "value": "8"}, {"name": container.ORDER, "value": text}]
     task = read_task({"taskArn": "a/1", "overrides": {"containerOverrides": [{"name": "trainer", "environment": environment}]}})
     assert (task.rank, task.ranks, task.port, task.trainer) == (8, (8, 9), 29400, "trainer")
     plain = read_task({"taskArn": "a/1", "overrides": {"containerOverrides": [{"name": "trainer", "environment": environment[:1]}]}})
@@ -361,10 +362,10 @@ def test_an_order_says_what_the_environment_does_not() -> None:
 
 @pytest.mark.parametrize(("written", "port"), [(None, None), ("29400", 29400), ("1023", ""), ("65536", ""), ("x", ""), ("", "")])
 def test_a_port_of_a_task_definition_is_one_that_anybody_may_open(written: str | None, port: int | str | None) -> None:
-    environment = [] if written is None else [{"name": inside.PORT, "value": written}]
+    environment = [] if written is None else [{"name": container.PORT, "value": written}]
     definition = read_definition({"taskDefinitionArn": "train:1", "containerDefinitions": [{"name": "c", "environment": environment}]})
     if port != "":
-        assert inside.port_of(definition, "c") == port
+        assert container.port_of(definition, "c") == port
         return
     with pytest.raises(ValueError, match=f"of container c of train:1 is '{written}', expected a port from 1024 to 65535"):
-        inside.port_of(definition, "c")
+        container.port_of(definition, "c")

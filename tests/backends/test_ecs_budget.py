@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from activities.job import AT_ONCE
-from backends.ecs.aws import RATES, READS
-from backends.ecs.backend import EcsBackend
-from backends.ecs.batch import GATHER, Batch
-from backends.ecs.cluster import Cluster
-from backends.ecs.tasks import started_by
-from recovery.model import Token
-from recovery.spec import EcsOptions, FleetSpec
+from relaunch.activities.launch import AT_ONCE
+from relaunch.backends.ecs.aws import RATES, READS
+from relaunch.backends.ecs.backend import EcsBackend
+from relaunch.backends.ecs.batch import GATHER, Batch
+from relaunch.backends.ecs.cluster import Cluster
+from relaunch.backends.ecs.tasks import started_by
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions, FleetSpec
 
 JOBS, NODES = 100, 8
 READS_A_SECOND = 20.0

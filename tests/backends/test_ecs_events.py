@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from backends.base import TaskEvent, Unreachable
-from backends.ecs.aws import Aws
-from backends.ecs.events import SqsEvents, read_event
-from backends.ecs.tasks import started_by, stop_reason
-from recovery.model import Token
+from relaunch.backends.base import TaskEvent, Unreachable
+from relaunch.backends.ecs.aws import Aws
+from relaunch.backends.ecs.events import SqsEvents, read_event
+from relaunch.backends.ecs.tasks import started_by, stop_reason
+from relaunch.generation import Token
 from tests.doubles.aws import SERVER_ERROR, AwsDouble
 from tests.doubles.aws_caller import Caller
 
@@ -59,7 +59,7 @@ async def test_S1_9_messages_stay_until_they_are_deleted_and_what_cannot_be_read
 ) -> None:
     for name, value in aws.environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("backends.ecs.events.WAIT", 1)
+    monkeypatch.setattr("relaunch.backends.ecs.events.WAIT", 1)
     url, sqs = aws.create_queue("hints"), Caller(aws).sqs
     sqs.set_queue_attributes(QueueUrl=url, Attributes={"VisibilityTimeout": "0"})
     for text in (body(), "poison"):

@@ -12,17 +12,27 @@ from typing import Any
 
 import pytest
 
-from backends.base import Unreachable
-from backends.ecs.aws import Aws, AwsError, Kind
-from backends.ecs.cluster import Cluster as RealCluster
-from backends.ecs.mirror import FleetMirror, Mirror
-from backends.ecs.rows import JobRow, JobStatus, NodeRow, NodeStatus, TaskRow, TaskStatus, job_status, node_status, task_status
-from backends.ecs.tasks import Container, Instance, Task, client_token, run_task, started_by
-from backends.ecs.topic import LONGEST_MESSAGE, LONGEST_SUBJECT, Topic, plain_subject
-from recovery.fleet.messages import Claim, Place
-from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
-from recovery.model import Phase, Slot
-from recovery.spec import EcsTables, FleetNode
+from relaunch.backends.base import Unreachable
+from relaunch.backends.ecs.aws import Aws, AwsError, Kind
+from relaunch.backends.ecs.cluster import Cluster as RealCluster
+from relaunch.backends.ecs.legacy_rows import (
+    JobRow,
+    JobStatus,
+    NodeRow,
+    NodeStatus,
+    TaskRow,
+    TaskStatus,
+    job_status,
+    node_status,
+    task_status,
+)
+from relaunch.backends.ecs.legacy_tables import FleetMirror, Mirror
+from relaunch.backends.ecs.sns import LONGEST_MESSAGE, LONGEST_SUBJECT, Topic, plain_subject
+from relaunch.backends.ecs.tasks import Container, Instance, Task, client_token, run_task, started_by
+from relaunch.job.state import Phase, Slot
+from relaunch.pool.messages import Claim, Place
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+from relaunch.spec.fleet import EcsTables, FleetNode
 from tests.doubles.aws import THROTTLE, AwsDouble
 from tests.recovery.builders import new_job
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from activities.observations import observation_from
-from backends.ecs import fence
-from backends.ecs.aws import Bucket, Kind, _told
-from backends.ecs.backend import jobs_of
-from backends.ecs.cluster import Cluster
-from backends.ecs.fence import Fence, to_forget
-from backends.ecs.stream import ending
-from backends.ecs.tasks import (
+from relaunch.activities.observations import observation_from
+from relaunch.backends.ecs import fence
+from relaunch.backends.ecs.aws import Bucket, Kind, _told
+from relaunch.backends.ecs.backend import jobs_of
+from relaunch.backends.ecs.cluster import Cluster
+from relaunch.backends.ecs.fence import Fence, to_forget
+from relaunch.backends.ecs.stream import ending
+from relaunch.backends.ecs.tasks import (
     Definition,
     client_token,
     job_attribute,
@@ -30,8 +30,8 @@ from backends.ecs.tasks import (
     the_container,
     token_of,
 )
-from recovery.model import Token
-from recovery.observations import EcsStop, RankExited
+from relaunch.evidence.observations import EcsStop, RankExited
+from relaunch.generation import Token
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 TOKEN = Token("default", "llama", 1763000000000, 4)
@@ -295,8 +295,8 @@ async def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second(monkeypat
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    monkeypatch.setattr("backends.ecs.aws.time.monotonic", lambda: 1024.0)
-    monkeypatch.setattr("backends.ecs.aws.asyncio.sleep", sleep)
+    monkeypatch.setattr("relaunch.backends.ecs.aws.time.monotonic", lambda: 1024.0)
+    monkeypatch.setattr("relaunch.backends.ecs.aws.asyncio.sleep", sleep)
     bucket = Bucket(8.0, 4)
     for _ in range(7):
         await bucket.take()

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from backends.base import Refused, Unreachable
-from backends.ecs import node_tasks as node_tasks_module
-from backends.ecs.occupants import node_task
-from backends.ecs.tasks import started_by
-from recovery.evidence import Verdict
-from recovery.model import Token
-from recovery.spec import EcsOptions
+from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.ecs import examine as node_tasks_module
+from relaunch.backends.ecs.occupants import node_task
+from relaunch.backends.ecs.tasks import started_by
+from relaunch.evidence.findings import Verdict
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions
 from tests.backends.ecs_site import CHECKED, REPAIR, Make, Site, aws, beside, eventually, make, nothing_told, real
 from tests.recovery.nodes import FAULTY, PASS
 

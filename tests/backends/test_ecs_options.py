@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from backends.ecs.options import options
-from recovery.spec import EcsTables, FleetSpec
+from relaunch.backends.ecs.options import options
+from relaunch.spec.fleet import EcsTables, FleetSpec
 
 TOPIC = "arn:aws:sns:eu-west-1:123456789012:people"
 EVERYTHING = {

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from backends.base import Refused, Unreachable
-from backends.ecs.aws import Aws, AwsError, Kind
-from backends.ecs.marks import Marks
-from backends.ecs.reboots import KEPT, LONGEST, Entry, Journal, Phase, Way, read, written
-from backends.ecs.tasks import started_by
-from recovery.catalog import catalog
-from recovery.evidence import Verdict
-from recovery.fleet.messages import Claim, Place
-from recovery.fleet.model import ClaimRecord, FleetState, NodeRecord, Standing
-from recovery.model import Token
-from recovery.policy import Strategy
-from recovery.repair import begin, learn, next_step
-from recovery.repair_state import Diagnosed, Fact, Finish, NoAnswer, OrderDone, OrderRefused, Probed, RepairRules, Slept
-from recovery.spec import FleetNode
+from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.ecs.aws import Aws, AwsError, Kind
+from relaunch.backends.ecs.quarantine import Marks
+from relaunch.backends.ecs.reboots import KEPT, LONGEST, Entry, Journal, Phase, Way, read, written
+from relaunch.backends.ecs.tasks import started_by
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.findings import Verdict
+from relaunch.generation import Token
+from relaunch.pool.messages import Claim, Place
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+from relaunch.repair.machine import begin, learn, next_step
+from relaunch.repair.state import Diagnosed, Fact, Finish, NoAnswer, OrderDone, OrderRefused, Probed, RepairRules, Slept
+from relaunch.spec.fleet import FleetNode
+from relaunch.spec.policy import Strategy
 from tests.backends.ecs_site import CHECKED, REPAIR, Calls, Make, Site, aws, beside, eventually, make, nothing_told, real
 from tests.doubles.aws import LOST, THROTTLE, error
 from tests.recovery.nodes import PASS

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends.base import Backend, Gone, Refused, Unreachable
-from recovery.dcgm import read_diag
-from recovery.evidence import Verdict
+from relaunch.backends.base import Backend, Gone, Refused, Unreachable
+from relaunch.evidence.dcgm import read_diag
+from relaunch.evidence.findings import Verdict
 from tests.backends.fleets import RUNS, Does, Fleet, LocalFleet, SimulatedFleet, SshFleet, Tools, build
 from tests.backends.test_contract import alive, done, launch, prepare, prepare_order, reached, refusal, start_order, stop_order, token
 

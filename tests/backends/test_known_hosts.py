@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.ssh.known_hosts import Standing, algorithms, append, fingerprint, judge, kind, line_for, name_of, read
+from relaunch.backends.ssh.known_hosts import Standing, algorithms, append, fingerprint, judge, kind, line_for, name_of, read
 
 ONE, TWO = (b"\0\0\0\x0bssh-ed25519\0\0\0\x20" + letter * 32 for letter in (b"1", b"2"))
 RSA = b"\0\0\0\x07ssh-rsa" + b"\0\0\0\x01\3" * 8

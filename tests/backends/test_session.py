@@ -1,4 +1,4 @@
-"""A session whose agent answers nonsense, dies or is silent: each is an exception of `backends.base`, and soon."""
+"""A session whose agent answers nonsense, dies or is silent: each is an exception of `relaunch.backends.base`, and soon."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends.base import BackendError, ProtocolError, Refused, StartOrder, Unreachable
-from backends.pipe import LINE_LIMIT, ProcessPipe
-from backends.session import AgentSession
-from recovery.model import Token
+from relaunch.backends.base import BackendError, ProtocolError, Refused, StartOrder, Unreachable
+from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
+from relaunch.backends.session import AgentSession
+from relaunch.generation import Token
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from backends.base import Peer, Prepared, PrepareOrder, Refused, StartOrder, StopOrder, Unreachable
-from backends.simulated import (
+from relaunch.backends.base import Peer, Prepared, PrepareOrder, Refused, StartOrder, StopOrder, Unreachable
+from relaunch.generation import Token
+from relaunch.spec.fleet import FleetSpec
+from tests.fakes.nodes import (
     Chaos,
     Cut,
     Exit,
@@ -26,8 +28,6 @@ from backends.simulated import (
     Script,
     SimulatedBackend,
 )
-from recovery.model import Token
-from recovery.spec import FleetSpec
 from tests.invariants import alive, assert_invariants, started_before_all_prepared, violations
 
 pytestmark = pytest.mark.asyncio

@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from backends.base import Prepared, Refused, StopOrder, Unreachable
-from backends.simulated import (
+from relaunch.backends.base import Prepared, Refused, StopOrder, Unreachable
+from relaunch.evidence.dcgm import read_diag
+from relaunch.evidence.findings import Verdict
+from relaunch.spec.fleet import FleetSpec
+from tests.backends.test_simulated import launch, prepare_order, start_order, token
+from tests.backends.upkeep_invariants import assert_upkeep, upkeep_violations
+from tests.fakes.nodes import (
     Chaos,
     DiagHangs,
     Exit,
@@ -31,13 +36,8 @@ from backends.simulated import (
     Takes,
     Upkeep,
 )
-from backends.simulated.health import bus_id
-from backends.simulated.script import Happening
-from recovery.dcgm import read_diag
-from recovery.evidence import Verdict
-from recovery.spec import FleetSpec
-from tests.backends.test_simulated import launch, prepare_order, start_order, token
-from tests.backends.upkeep_invariants import assert_upkeep, upkeep_violations
+from tests.fakes.nodes.health import bus_id
+from tests.fakes.nodes.script import Happening
 
 pytestmark = pytest.mark.asyncio
 

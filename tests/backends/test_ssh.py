@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from backends.base import Prepared, Started, StartOrder
-from backends.ssh import backend as ssh_backend
-from backends.ssh import connection
-from backends.ssh.backend import NeedsPerson, SshBackend
-from backends.ssh.known_hosts import Standing, fingerprint, line_for
-from backends.ssh.route import ConfigError
-from backends.ssh.trust import host_key, remember
+from relaunch.backends.base import Prepared, Started, StartOrder
+from relaunch.backends.ssh import backend as ssh_backend
+from relaunch.backends.ssh import connection
+from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
+from relaunch.backends.ssh.known_hosts import Standing, fingerprint, line_for
+from relaunch.backends.ssh.route import ConfigError
+from relaunch.backends.ssh.trust import host_key, remember
 from tests.backends.ssh_site import Site, agent, because, listener, site
 from tests.backends.sshd import make_key
 from tests.backends.test_contract import prepare_order, reached, token
@@ -173,7 +173,7 @@ async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be
     said = await because(backend)
     wanted = own_fingerprint(host.public_keys[0])
     assert said == (
-        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the machine's own, then `starter.py nodes trust n1`"
+        f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the machine's own, then `relaunch nodes trust n1`"
     )
     assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "nobody has begun to log in"
     spec = site.spec(host)

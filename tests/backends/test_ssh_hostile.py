@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from backends.base import Unreachable
-from backends.ssh import backend as ssh_backend
-from backends.ssh import channel as ssh_channel
-from backends.ssh.backend import SshBackend
+from relaunch.backends.base import Unreachable
+from relaunch.backends.ssh import backend as ssh_backend
+from relaunch.backends.ssh import channel as ssh_channel
+from relaunch.backends.ssh.backend import SshBackend
 from tests.backends.ssh_site import Site, agent, because, python_double, site
 
 __all__ = ["agent", "site"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backends.base import Backend, Prepared, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.base import Backend, Prepared, Started, StartOrder, StopOrder, Unreachable
 from tests.backends.ssh_site import Site, agent, because, site
 from tests.backends.sshd import Sshd
 from tests.backends.test_contract import heartbeats, observed, prepare_order, reached, read, token

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import Peer, Prepared, StartOrder, Unreachable
-from backends.ssh import backend as ssh_backend
-from backends.ssh import connection
-from backends.ssh.backend import SshBackend
-from recovery.spec import FleetSpec
+from relaunch.backends.base import Peer, Prepared, StartOrder, Unreachable
+from relaunch.backends.ssh import backend as ssh_backend
+from relaunch.backends.ssh import connection
+from relaunch.backends.ssh.backend import SshBackend
+from relaunch.spec.fleet import FleetSpec
 from tests.backends.netns import CONTROL, TRAINING, Network
 from tests.backends.ssh_site import Site, agent
 from tests.backends.test_contract import SECRET, heartbeats, observed, prepare_order, read, token

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from backends.simulated import Life, SimulatedBackend, Upkeep
-from backends.simulated.machine import ORDERED_LATELY
+from tests.fakes.nodes import Life, SimulatedBackend, Upkeep
+from tests.fakes.nodes.machine import ORDERED_LATELY
 
 
 def assert_upkeep(backend: SimulatedBackend) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import UTC, datetime
 
-from console import views
+from relaunch.cli import job_views
 from tests.chaos.rounds import Expected
 from tests.chaos.world import Job, Unmet, eventually
 
@@ -57,7 +57,7 @@ async def agreement(job: Job) -> list[str]:
     """`show` and `history` tell the same story."""
     state, incidents = await job.state(), await job.incidents()
     moment = datetime.now(UTC)
-    show, history = views.show(state, None, moment), [views.history_entry(incident) for incident in incidents]
+    show, history = job_views.show(state, None, moment), [job_views.history_entry(incident) for incident in incidents]
     found = []
     if show["incidents"] != len(history):
         found.append(f"show counts {show['incidents']} incidents, history has {len(history)}")

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 from temporalio.client import WorkflowUpdateFailedError
 from temporalio.service import RPCError
 
-from backends.local_power import processes_of, signal_all
-from console import jobs
+from relaunch.backends.local_power import processes_of, signal_all
+from relaunch.cli import jobs
 from tests.chaos import clocks, disks
 from tests.chaos.places import SshPlaces
 from tests.chaos.rival import Rival

@@ -9,8 +9,8 @@ from typing import Any
 
 from boto3.dynamodb.types import TypeDeserializer
 
-from backends import local
-from backends.ecs import reboots
+from relaunch.backends import local
+from relaunch.backends.ecs import reboots
 from tests.chaos.places import Lines, copy_state
 from tests.doubles.aws import AwsDouble, Instance
 from tests.doubles.aws.values import REGION

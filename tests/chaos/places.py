@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from backends import local, local_power
-from connection import process_started
-from console.service import HOST
+from relaunch.backends import local, local_power
+from relaunch.cli.service import HOST
+from relaunch.temporal import process_started
 from tests.backends.netns import CONTROL, TRAINING, Network
 from tests.backends.slow_link import Way, slow_links
 from tests.backends.sshd import Sshd, make_key, need_sshd

@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from backends.local import CUTS, cut, heal
-from recovery.policy import preset
+from relaunch.backends.local import CUTS, cut, heal
+from relaunch.spec.policy import preset
 from tests.chaos.checks import violations
 from tests.chaos.rounds import LOST, NOTHING, Expected, Tries
 from tests.chaos.world import World

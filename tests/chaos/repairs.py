@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from backends.local import cut, heal, reboot
-from backends.simulated import Sick
-from backends.simulated.health import diagnosed
+from relaunch.backends.local import cut, heal, reboot
 from tests.chaos.world import Job, World, chaos_policy, eventually
 from tests.doubles.install import build_nvml, install_nvml, install_tool, pids
+from tests.fakes.nodes import Sick
+from tests.fakes.nodes.health import diagnosed
 
 SICK, WELL = diagnosed(1, 2, (Sick(remap_pending=0),)), diagnosed(1, 2, ())
 VICTIMS = ("worker", "server", "session", "dcgmi", "cut controller", "power")

@@ -10,11 +10,12 @@ from pathlib import Path
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from connection import connect, ensure_namespace
-from console import jobs
-from console.service import HOST, SERVER_OPTIONS, find_server
-from console.submission import PHASE, submit
-from recovery.spec import JobSpec
+from relaunch.cli import jobs
+from relaunch.cli.client import PHASE
+from relaunch.cli.service import HOST, SERVER_OPTIONS, find_server
+from relaunch.cli.submit import submit
+from relaunch.spec.job import JobSpec
+from relaunch.temporal import connect, ensure_namespace
 from tests.chaos.world import (
     FLEET,
     QUEUE,

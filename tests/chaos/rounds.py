@@ -9,7 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from recovery.policy import Policy
+from relaunch.spec.policy import Policy
 from tests.chaos.disturbances import DISTURBANCES, MAX_FROZEN_S, ONLY_SSH, disturb
 from tests.chaos.places import SshPlaces
 from tests.chaos.world import PATIENCE, Job, Unmet, World, chaos_policy, eventually

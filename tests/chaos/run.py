@@ -17,7 +17,7 @@ from typing import Any
 
 from temporalio.service import RPCError
 
-from settings import Mistake
+from relaunch.config import Mistake
 from tests.chaos.checks import violations
 from tests.chaos.disturbances import ON_CLOCKS, ON_DISKS
 from tests.chaos.rounds import Round

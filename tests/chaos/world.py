@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from connection import connect, ensure_namespace, process_started, read_server_id
-from console import jobs
-from console.jobs import Look
-from console.service import HOST, SERVER_OPTIONS, choose_port, find_server
-from console.submission import GENERATION, PHASE, submit
-from recovery.model import Incident, JobState
-from recovery.policy import Policy, resolve
-from recovery.spec import JobSpec
-from settings import Mistake
+from relaunch.cli import jobs
+from relaunch.cli.client import GENERATION, PHASE
+from relaunch.cli.jobs import Look
+from relaunch.cli.service import HOST, SERVER_OPTIONS, choose_port, find_server
+from relaunch.cli.submit import submit
+from relaunch.config import Mistake
+from relaunch.job.state import Incident, JobState
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Policy, resolve
+from relaunch.temporal import connect, ensure_namespace, process_started, read_server_id
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk
 from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
@@ -461,7 +462,7 @@ class World:
     async def vouch_for_nodes(self) -> None:
         """Release every node, so that what rounds did to it is not held against it in the next one."""
         # Here and not above: only rounds need it.
-        from activities.fleet import FLEET_ID_PREFIX
+        from relaunch.activities.fleet import FLEET_ID_PREFIX
 
         fleet = self.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}")
         message = {"because": "the round is over", "by": "chaos"}

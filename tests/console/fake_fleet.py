@@ -10,13 +10,13 @@ from temporalio import activity, workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from recovery.causes import Cause
-    from recovery.fleet.facts import Applied
-    from recovery.fleet.messages import Claim, Place, Withdraw
-    from recovery.fleet.model import Breaker, ClaimRecord, FleetState, Living, Mark, NodeLook, NodeRecord, Standing
-    from recovery.spec import FleetLimits, FleetNode
-    from workflows.fleet_messages import FleetFile, FleetInput
-    from workflows.messages import AnswerMessage
+    from relaunch.evidence.causes import Cause
+    from relaunch.messages.fleets import FleetFile, FleetInput
+    from relaunch.messages.jobs import AnswerMessage
+    from relaunch.pool.facts import Applied
+    from relaunch.pool.messages import Claim, Place, Withdraw
+    from relaunch.pool.state import Breaker, ClaimRecord, FleetState, Living, Mark, NodeLook, NodeRecord, Standing
+    from relaunch.spec.fleet import FleetLimits, FleetNode
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 DEAF = "deaf"

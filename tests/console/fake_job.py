@@ -10,13 +10,13 @@ from temporalio import activity, workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from recovery.causes import Cause
-    from recovery.fleet.model import Living, NodeLook
-    from recovery.model import DecisionRecord, Incident, JobState, Phase, Slot
-    from recovery.policy import preset
-    from recovery.spec import JobSpec
-    from workflows.log_messages import LogPiece, ReadIncidentsInput, ReadIncidentsOutput, ReadLogsInput, ReadLogsOutput
-    from workflows.messages import AnswerMessage, JobResult, TrainingJobInput
+    from relaunch.evidence.causes import Cause
+    from relaunch.job.state import DecisionRecord, Incident, JobState, Phase, Slot
+    from relaunch.messages.jobs import AnswerMessage, JobResult, TrainingJobInput
+    from relaunch.messages.logs import LogPiece, ReadIncidentsInput, ReadIncidentsOutput, ReadLogsInput, ReadLogsOutput
+    from relaunch.pool.state import Living, NodeLook
+    from relaunch.spec.job import JobSpec
+    from relaunch.spec.policy import preset
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: loss is nan'

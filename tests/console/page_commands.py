@@ -7,14 +7,14 @@ from typing import Any
 
 from typer.main import get_command
 
-import starter
+from relaunch.cli import app
 
 
 def take(line: str) -> None:
-    """Parse a line that begins with ./starter.py, and run nothing. Raises click's UsageError: it is no command."""
-    command: Any = get_command(starter.app)
+    """Parse a line that begins with relaunch, and run nothing. Raises click's UsageError: it is no command."""
+    command: Any = get_command(app.app)
     words = shlex.split(line)[1:]
-    context = command.context_class(command, info_name="starter.py")
+    context = command.context_class(command, info_name="relaunch")
     while hasattr(command, "resolve_command"):
         name, command, words = command.resolve_command(context, words)
         context = command.context_class(command, info_name=name, parent=context)

@@ -20,12 +20,13 @@ from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from connection import data_converter, ensure_namespace, process_started, running_up
-from console import jobs
-from console.service import find_server
-from settings import Mistake
+from relaunch.cli import jobs
+from relaunch.cli.service import find_server
+from relaunch.cli.submit import submit
+from relaunch.config import Mistake
+from relaunch.messages.jobs import TASK_QUEUE
+from relaunch.temporal import data_converter, ensure_namespace, process_started, running_up
 from tests.console.fake_job import FakeTrainingJob, incident, look_at_nodes, read_incidents, read_logs
-from workflows.messages import TASK_QUEUE
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = str(ROOT / "starter.py")
@@ -96,7 +97,7 @@ def one_sentence(done: Done, *words: str) -> None:
         (("run", "--nodes", "0", "--", "true"), ("--nodes: 0 is not a number of nodes",)),
         (("run", "--name", "a/b", "--", "true"), ("--name: 'a/b' is not a name",)),
         (("run", "--policy", "harsh", "--", "true"), ("--policy: 'harsh' is neither a preset",)),
-        (("show", "llama"), ("no server", "starter.py up")),
+        (("show", "llama"), ("no server", "relaunch up")),
         (("up", "--port", "PORT"), ("port PORT cannot be used", "--port")),
         (("up", "--ui-port", "PORT", "--port", "0"), ("port PORT cannot be used", "--ui-port")),
         (("up", "--fleet", "job.yaml"), ("job.yaml:2: ", "unknown key")),
@@ -216,7 +217,7 @@ async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_me
     assert (now.source, now.open, now.phase) == ("result", False, "SUCCEEDED")
     spec = now.state.spec.model_copy(update={"name": "orphan"}) if now.state else None
     assert spec is not None and now.state is not None
-    await jobs.submit(place.client, "nobody-polls", spec, now.state.policy, because="try")
+    await submit(place.client, "nobody-polls", spec, now.state.policy, because="try")
     shown = await place.starter("show", "orphan", "--json")
     view = json.loads(shown.out)
     assert (view["phase"], view["because"], view["source"]) == ("QUEUED", "try", "memo")
@@ -272,7 +273,7 @@ def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_
         listed = subprocess.run([sys.executable, STARTER, "jobs"], cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True)
         assert (listed.returncode, listed.stdout, listed.stderr) == (0, "no jobs\n", "")
         second = subprocess.run(command, cwd=tmp_path, env=bare_environment({}), capture_output=True, text=True)
-        assert second.returncode == 2 and "another `starter.py up` runs on state folder" in second.stderr
+        assert second.returncode == 2 and "another `relaunch up` runs on state folder" in second.stderr
         servers = children_of(up.pid)
         assert servers
         os.kill(servers[0], signal.SIGKILL)
@@ -305,6 +306,9 @@ async def test_the_namespace_is_ensured_twice_without_harm(place: Place) -> None
 
 
 def test_import_of_the_command_line_needs_neither_backends_nor_activities() -> None:
-    code = "import starter, console.run, console.follow, console.tables, console.service, sys; print(*sys.modules)"
+    imported = ", ".join(f"relaunch.cli.{name}" for name in ("app", "run", "follow", "tables", "service"))
+    code = f"import sys, {imported}; print(*sys.modules)"
     modules: Any = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert not {name.partition(".")[0] for name in modules} & {"backends", "activities", "agent", "numpy", "boto3", "paramiko", "worker"}
+    rooms = {".".join(name.split(".")[:2]) for name in modules}
+    assert "relaunch.cli" in rooms
+    assert not rooms & {"relaunch.backends", "relaunch.activities", "relaunch.agent", "relaunch.worker", "numpy", "boto3", "paramiko"}

@@ -16,13 +16,13 @@ from botocore.loaders import Loader
 from botocore.model import ServiceModel
 from botocore.validate import ParamValidator
 
-import starter
-from backends.ecs.backend import EcsBackend
-from backends.ecs.options import TABLES, VARIABLES, options
-from backends.ecs.rows import JobStatus, NodeStatus, TaskStatus
-from backends.ecs.tasks import read_definition, the_container
-from console.discover import Found, _written
-from console.files import read_fleet, read_job
+from relaunch.backends.ecs.backend import EcsBackend
+from relaunch.backends.ecs.legacy_rows import JobStatus, NodeStatus, TaskStatus
+from relaunch.backends.ecs.options import TABLES, VARIABLES, options
+from relaunch.backends.ecs.tasks import read_definition, the_container
+from relaunch.cli import app
+from relaunch.cli.discover import Found, _written
+from relaunch.cli.files import read_fleet, read_job
 from tests.console import page_commands
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +30,8 @@ PAGE = (ROOT / "docs" / "ecs.md").read_text()
 FLEET, JOB = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 DEFINITION: dict[str, Any] = json.loads(re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0])
 BLOCKS = [line.split("  #")[0].strip() for line in re.sub(r"\\\n +", "", PAGE).splitlines() if line.startswith("    ")]
-INLINE = [one.strip("`") for one in re.findall(r"`\./starter\.py[^`]*`", PAGE)]
-COMMANDS = [line.partition(" > ")[0] for line in (*BLOCKS, *INLINE) if line.startswith("./starter.py")]
+INLINE = [one.strip("`") for one in re.findall(r"`relaunch [^`]*`", PAGE)]
+COMMANDS = [line.partition(" > ")[0] for line in (*BLOCKS, *INLINE) if line.startswith("relaunch ")]
 OF_AWS = [shlex.split(line.partition(" | ")[0]) for line in BLOCKS if line.startswith("aws ")]
 
 
@@ -53,7 +53,7 @@ def test_there_are_commands_to_try() -> None:
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.split()[1] in ("policy", "explain")])
 def test_those_that_need_nobody_are_run(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", line.split())
-    assert starter.main() == 0
+    assert app.main() == 0
     assert len(capsys.readouterr().out) > 100
 
 
@@ -126,7 +126,7 @@ def test_the_stack_has_the_parameters_and_outputs_that_it_names() -> None:
 
 def test_every_row_of_the_catalog_of_stops_is_in_its_table() -> None:
     table = PAGE[PAGE.index("| `stopCode`") : PAGE.index("A task that relaunch itself stops")].splitlines()
-    rows = json.loads((ROOT / "recovery/catalog/ecs_stops.json").read_text())["rows"]
+    rows = json.loads((ROOT / "relaunch/evidence/catalog/ecs_stops.json").read_text())["rows"]
     for row in rows:
         if row["stop_code"] == "UserInitiated":
             cause, word = "the job is cancelled", "UserInitiated"

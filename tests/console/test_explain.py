@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from console.explain import KINDS, explain, lines_of, view_of
-from recovery.catalog import catalog
-from recovery.policy import Policy, preset, resolve
-from settings import Mistake
+from relaunch.cli.explain import KINDS, explain, lines_of, view_of
+from relaunch.config import Mistake
+from relaunch.evidence.catalog import catalog
+from relaunch.spec.policy import Policy, preset, resolve
 from tests.console.test_command_line import ROOT, one_sentence, starter
 
 DCGM = ROOT / "tests" / "recovery" / "samples" / "dcgm" / "synthetic"

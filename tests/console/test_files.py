@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from console.files import job_from_flags, read_fleet, read_job, read_policy
-from settings import Mistake
+from relaunch.cli.files import job_from_flags, read_fleet, read_job, read_policy
+from relaunch.config import Mistake
 
 JOB = """\
 name: llama

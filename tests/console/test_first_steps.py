@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from console import direct
-from console.preflight import Found, Row, rows, runs
-from console.trust import trust
-from recovery.spec import FleetSpec
-from settings import Mistake
+from relaunch.cli import direct
+from relaunch.cli.node_check import Found, Row, rows, runs
+from relaunch.cli.trust import trust
+from relaunch.config import Mistake
+from relaunch.spec.fleet import FleetSpec
 from tests.backends.ssh_site import Site, agent, python_double, site
 from tests.backends.sshd import Sshd, eventually, make_key
 from tests.console.test_command_line import STARTER, bare_environment
@@ -274,7 +274,7 @@ async def test_the_command_says_by_its_exit_code_whether_ranks_can_run(site: Sit
     site.know(host.known_hosts)
     fine = starter(site, "nodes", "check", "--file", str(file))
     assert fine.returncode == 0, fine.stdout + fine.stderr
-    assert f"n1 can run ranks. Next: starter.py up --fleet {file}" in fine.stdout
+    assert f"n1 can run ranks. Next: relaunch up --fleet {file}" in fine.stdout
     missing = starter(site, "nodes", "check", "--file", str(file), "n9")
     assert (missing.returncode, missing.stderr) == (2, f"relaunch: {file} has no node 'n9': it has n1\n")
 
@@ -301,7 +301,8 @@ def test_a_check_without_a_node_and_without_a_file_says_what_it_wants(tmp_path: 
 
 
 def test_the_commands_that_are_typed_often_do_not_wait_for_ssh(tmp_path: Path) -> None:
-    program = "import sys, starter, console.direct, console.preflight, console.trust; print('paramiko' in sys.modules)"
+    imported = ", ".join(f"relaunch.cli.{name}" for name in ("app", "direct", "node_check", "trust"))
+    program = f"import sys, {imported}; print('paramiko' in sys.modules)"
     root = Path(STARTER).parent
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from console.fleet_pages import (
+from relaunch.cli.node_pages import (
     changes,
     fleet_lines,
     fleet_notes,
@@ -20,14 +20,14 @@ from console.fleet_pages import (
     quarantined_sentence,
     released_sentence,
 )
-from console.fleet_views import STATES, rows, table_row, tenants
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.fleet.facts import Applied
-from recovery.fleet.inventory import UNKNOWN, GpuUse, Inventory
-from recovery.fleet.messages import PermitRequest, Place, Withdraw
-from recovery.fleet.model import Breaker, FleetState, NodeLook, NodeRecord, Offered, Standing
-from recovery.spec import FleetLimits
+from relaunch.cli.node_views import STATES, rows, table_row, tenants
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import Applied
+from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory
+from relaunch.pool.messages import PermitRequest, Place, Withdraw
+from relaunch.pool.state import Breaker, FleetState, NodeLook, NodeRecord, Offered, Standing
+from relaunch.spec.fleet import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 
 KEYS = {"name", "state", "job", "gpus", "health", "because", "by", "history", "findings", "boot_id"}
@@ -133,7 +133,7 @@ def test_only_an_examination_that_nothing_has_followed_is_health(record: NodeRec
 
 
 def test_a_node_is_shown_with_what_its_examination_found() -> None:
-    check = "`starter.py nodes check gpu-01 --fleet default` examines it now"
+    check = "`relaunch nodes check gpu-01 --fleet default` examines it now"
     assert f"health      UNHEALTHY 3h ago: Xid 79 on GPU 5; {check}" in node_lines(node(1, **UNHEALTHY), (), "default", T0, None)
     assert f"health      suspected; {check}" in node_lines(node(1, **HEALTHY, **SUSPECT), (), "default", T0, None)
 
@@ -177,8 +177,8 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
     )
     assert fleet_notes(state, T0) == [
         "the breaker is open since 2026-03-01T11:00:00Z (60m ago), so nothing is granted or repaired:"
-        " 3 of 8 nodes are out, nodes_out allows 2; `starter.py nodes resume --fleet default --because …`",
-        "repairs are paused by grace@ops: maintenance; `starter.py nodes resume --fleet default --because …`",
+        " 3 of 8 nodes are out, nodes_out allows 2; `relaunch nodes resume --fleet default --because …`",
+        "repairs are paused by grace@ops: maintenance; `relaunch nodes resume --fleet default --because …`",
         "the fleet was started anew and asks what they hold: mixtral",
         "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago): 2 of 4 nodes: gpu-03 is quarantined",
         "repair/default/gpu-01 waits for a permit to reboot gpu-01: Xid 79",
@@ -204,7 +204,7 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
     assert node_lines(record, here, "default", T0, "http://127.0.0.1:8233/namespaces/default/workflows") == [
         "node        gpu-01 of fleet default (10.0.0.1, 8 GPUs, spare)",
         "state       draining by grace@ops since 2026-03-01T09:00:00Z (3h ago): flaky NVLink",
-        "health      not examined; `starter.py nodes check gpu-01 --fleet default` examines it now",
+        "health      not examined; `relaunch nodes check gpu-01 --fleet default` examines it now",
         "look        0s ago: it answered, boot id boot 1",
         "living      job llama, submission 7, generation 2",
         "has it      job llama, submission 7: GPU 0, 1",
@@ -245,7 +245,7 @@ def test_what_a_file_changes_is_named_node_by_node() -> None:
 
 def test_what_was_said_is_answered_with_what_is_now() -> None:
     held = (claim("llama", Place("gpu-01")),)
-    begin, end = "node gpu-01 is quarantined: flaky NVLink;", "is given it before `starter.py nodes release gpu-01`"
+    begin, end = "node gpu-01 is quarantined: flaky NVLink;", "is given it before `relaunch nodes release gpu-01`"
     nobody = f"{begin} nobody has it, and nobody {end}"
     stays = f"{begin} llama may go on there, and nobody else {end}"
     leaves = f"{begin} llama has to leave it by 2026-03-01T12:12:00Z, and nobody else {end}"

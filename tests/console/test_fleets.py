@@ -1,4 +1,4 @@
-"""`starter.py nodes …` as people type it: real processes, a real server, a fleet workflow that only remembers."""
+"""`relaunch nodes …` as people type it: real processes, a real server, a fleet workflow that only remembers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from temporalio.service import RPCError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from connection import data_converter
-from console import answers, fleets
-from console.service import find_server
-from recovery.fleet.model import FleetState
-from settings import Mistake
+from relaunch.cli import answers, fleets
+from relaunch.cli.service import find_server
+from relaunch.config import Mistake
+from relaunch.messages.jobs import TASK_QUEUE
+from relaunch.pool.state import FleetState
+from relaunch.temporal import data_converter
 from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
 from tests.console.test_command_line import Done, Place, one_sentence
-from workflows.messages import TASK_QUEUE
 
 pytestmark = pytest.mark.timeout(600)  # ten command lines side by side are a minute on two busy cores
 

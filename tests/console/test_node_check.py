@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 
 import pytest
 
-from console import fleets
-from console.nodes import print_nodes, row
-from recovery.evidence import Verdict
-from recovery.fleet.model import FleetState, NodeRecord, Standing
-from recovery.health import Health
-from recovery.spec import FleetNode
-from workflows.node_messages import NodeHealth
+from relaunch.cli import fleets
+from relaunch.cli.repairs import print_nodes, row
+from relaunch.evidence.findings import Verdict
+from relaunch.evidence.health import Health
+from relaunch.messages.nodes import NodeHealth
+from relaunch.pool.state import FleetState, NodeRecord, Standing
+from relaunch.spec.fleet import FleetNode
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 HEALTHY = NodeHealth("n1", 8, Health(Verdict.HEALTHY, "8 GPUs by NVML: nothing found", boot_id="b1"))

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from temporalio.client import Client, WorkflowHistory
 
-from backends.simulated import Exit, Progress, Script, error_file
-from connection import data_converter
-from console.ladders import PRESETS, WIDTH, policy_lines, policy_view
-from console.policies import change, read, read_changes, trial_lines, trial_view, try_on_events, try_on_history
-from recovery.causes import Cause
-from recovery.model import Phase
-from recovery.policy import preset, preset_names, resolve
-from recovery.replay import replay
-from settings import Mistake
+from relaunch.cli.policies import change, read, read_changes, trial_lines, trial_view, try_on_events, try_on_history
+from relaunch.cli.policy_views import PRESETS, WIDTH, policy_lines, policy_view
+from relaunch.config import Mistake
+from relaunch.evidence.causes import Cause
+from relaunch.job.replay import replay
+from relaunch.job.state import Phase
+from relaunch.spec.policy import preset, preset_names, resolve
+from relaunch.temporal import data_converter
+from relaunch.workflows.training_job.recording import NotReplayable, recording
 from tests.console.test_command_line import ROOT, one_sentence, starter
+from tests.fakes.nodes import Exit, Progress, Script, error_file
 from tests.workflows.conftest import FAST, _dev
 from tests.workflows.rig import policy, rig
-from workflows.recording import NotReplayable, recording
 
 SOON = (*FAST, "limit.historyCount.suggestContinueAsNew=15")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from console.direct import Fleet, Seen, Step
-from console.preflight import Found, Row, command, print_rows, rows, runs, verdict, view
-from recovery.spec import FleetSpec
+from relaunch.cli.direct import Fleet, Seen, Step
+from relaunch.cli.node_check import Found, Row, command, print_rows, rows, runs, verdict, view
+from relaunch.spec.fleet import FleetSpec
 
 FACTS: dict[str, Any] = {
     "outcome": "done",
@@ -235,7 +235,7 @@ def test_what_a_person_types_is_safe_to_paste() -> None:
 def test_an_unknown_key_is_to_be_compared_and_a_changed_one_is_a_danger() -> None:
     unknown = look(step=Step.KEY, key=key(standing="unknown", because="its host key is not in …"))
     assert [one.check for one in unknown] == ["host key"]
-    assert unknown[0].fix.endswith("then `starter.py nodes trust gpu-01 --file lab.yaml`")
+    assert unknown[0].fix.endswith("then `relaunch nodes trust gpu-01 --file lab.yaml`")
     changed = look(step=Step.KEY, key=key(standing="changed", because="its host key has CHANGED"))
     assert changed[0].what == "its host key has CHANGED"
 
@@ -269,7 +269,7 @@ def test_of_many_nodes_those_that_are_fine_take_a_line(capsys: pytest.CaptureFix
 
 
 def test_the_end_says_what_comes_next() -> None:
-    assert verdict(fleet_of(True, True)) == "all 2 nodes can run ranks. Next: starter.py up --fleet lab.yaml"
+    assert verdict(fleet_of(True, True)) == "all 2 nodes can run ranks. Next: relaunch up --fleet lab.yaml"
 
 
 def test_the_view_for_scripts_has_a_row_for_each_check() -> None:

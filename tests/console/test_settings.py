@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from settings import Mistake, describe_settings, read_settings
+from relaunch.config import Mistake, describe_settings, read_settings
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from console.preflight import _rule
-from recovery.spec import FleetSpec, JobSpec, SshOptions
+from relaunch.cli.node_check import _rule
+from relaunch.spec.fleet import FleetSpec, SshOptions
+from relaunch.spec.job import JobSpec
 from tests.console import page_commands
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ssh.md").read_text()
 FILES = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-COMMANDS = [line.split("  #")[0].strip() for line in re.findall(r"^ {4}\./starter\.py .*$", PAGE, re.MULTILINE)]
+COMMANDS = [line.split("  #")[0].strip() for line in re.findall(r"^ {4}relaunch .*$", PAGE, re.MULTILINE)]
 
 
 def test_its_files_can_be_read() -> None:
@@ -42,7 +43,7 @@ def test_its_lines_for_sudoers_are_those_that_a_check_asks_for() -> None:
 
 
 def test_it_names_every_row_of_a_check() -> None:
-    source = (Path(__file__).parents[2] / "console" / "preflight.py").read_text()
+    source = (Path(__file__).parents[2] / "relaunch" / "cli" / "node_check.py").read_text()
     table = re.search(r"\| row \|.*?\n\n", PAGE, re.DOTALL)
     assert table is not None
     named = {name.strip() for line in table[0].splitlines()[2:] if line for name in line.split("|")[1].split(",")}

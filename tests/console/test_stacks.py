@@ -1,4 +1,4 @@
-"""`starter.py stacks`, with a worker whose ranks are doubles."""
+"""`relaunch stacks`, with a worker whose ranks are doubles."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from temporalio import activity
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from connection import data_converter, ensure_namespace
-from console.service import find_server
+from relaunch.cli.service import find_server
+from relaunch.messages.jobs import TASK_QUEUE
+from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
+from relaunch.temporal import data_converter, ensure_namespace
 from tests.console.fake_job import FakeTrainingJob
 from tests.console.test_command_line import Place, one_sentence
-from workflows.log_messages import ReadStacksInput, ReadStacksOutput, Stack
-from workflows.messages import TASK_QUEUE
 
 
 @activity.defn

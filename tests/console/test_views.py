@@ -8,12 +8,12 @@ from datetime import timedelta
 
 import pytest
 
-from console.logs import Printer
-from console.views import budgets, history_entry, history_lines, merge_watches, show, show_lines
-from recovery.causes import Cause
-from recovery.model import Leaving, Progress, Try
-from recovery.policy import Strategy
-from recovery.spec import NodeRange
+from relaunch.cli.job_views import budgets, history_entry, history_lines, merge_watches, show, show_lines
+from relaunch.cli.logs import Printer
+from relaunch.evidence.causes import Cause
+from relaunch.job.state import Leaving, Progress, Try
+from relaunch.spec.job import NodeRange
+from relaunch.spec.policy import Strategy
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
 
 SHOW_KEYS = {"name", "phase", "generation", "nodes", "ranks", "progress", "budgets", "incidents", "because", "next"}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from connection import process_started
+from relaunch.temporal import process_started
 
 ROOT = Path(__file__).parents[2]
 COLD = {"RELAUNCH_NO_WARM": "1"}
@@ -204,8 +204,8 @@ def test_a_kill_of_the_warm_process_ends_no_command_and_up_starts_it_again(place
 
 
 def test_changed_code_is_what_runs_next(place: Place) -> None:
-    text = (place.root / "console" / "tables.py").read_text()
-    (place.root / "console" / "tables.py").write_text(text.replace('"generation": item.generation', '"generation": "changed"'))
+    text = (place.root / "relaunch" / "cli" / "tables.py").read_text()
+    (place.root / "relaunch" / "cli" / "tables.py").write_text(text.replace('"generation": item.generation', '"generation": "changed"'))
     assert '"generation": "changed"' in place.call("jobs", "--json").stdout
     place.wait_until_warm()
     assert '"generation": "changed"' in place.call("jobs", "--json").stdout

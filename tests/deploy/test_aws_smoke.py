@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from backends.ecs import aws as aws_module
-from backends.ecs import cluster as cluster_module
+from relaunch.backends.ecs import aws as aws_module
+from relaunch.backends.ecs import cluster as cluster_module
 from tests import aws_smoke
 from tests.doubles.aws import DENIED, AwsDouble, Delays
 

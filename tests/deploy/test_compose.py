@@ -12,9 +12,9 @@ import jsonschema
 import yaml
 from temporalio.envconfig import ClientConfigProfile
 
-from connection import SEARCH_ATTRIBUTES
-from console.service import SERVER_OPTIONS, STOP_WITHIN, find_server
-from settings import PREFIX, Settings
+from relaunch.cli.service import SERVER_OPTIONS, STOP_WITHIN, find_server
+from relaunch.config import PREFIX, Settings
+from relaunch.temporal import SEARCH_ATTRIBUTES
 from tests.deploy.compose import COMPOSE, DOCKERFILE, FILE, ONE_SHOT, PAGE, ROOT, SERVICES, SPECIFICATION, WORKERS, seconds
 
 READ_BY_THE_SERVER = {
@@ -160,7 +160,7 @@ def test_what_a_person_can_set_is_on_the_page_and_is_nothing_that_the_command_li
     assert asked == {"WORKER_UID", "UI_ADDRESS"}
     for variable in asked:
         assert f"`{variable}" in PAGE
-        assert not variable.startswith((PREFIX, "TEMPORAL_")), "whoever exports it for starter.py would change the containers"
+        assert not variable.startswith((PREFIX, "TEMPORAL_")), "whoever exports it for relaunch would change the containers"
 
 
 def test_the_server_is_configured_as_the_embedded_one() -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from temporalio.envconfig import ClientConfigProfile
 
-from recovery.spec import FleetSpec
+from relaunch.spec.fleet import FleetSpec
 from tests.console import page_commands
 from tests.deploy.compose import COMMANDS_ON_THE_PAGE, DOCKERFILE, FILES_ON_THE_PAGE, ROOT, SERVICES, SPECIFICATION, double, typed
 
@@ -76,10 +76,10 @@ def image(folder: Path) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-import worker, starter, deploy.compose.namespace, deploy.compose.polling
-from backends.artifact import build_agent
-from recovery.policy import Policy, resolve
-import backends.ssh.backend
+import worker, starter, relaunch.worker, relaunch.cli.app, deploy.compose.namespace, deploy.compose.polling
+from relaunch.backends.artifact import build_agent
+from relaunch.spec.policy import Policy, resolve
+import relaunch.backends.ssh.backend
 assert isinstance(resolve({}), Policy)
 build_agent(Path(sys.argv[1]))
 ours = {module.__file__ for module in sys.modules.values() if (getattr(module, "__file__", None) or "").startswith(sys.argv[2])}
@@ -114,7 +114,7 @@ def test_files_on_the_page_can_be_used(text: str) -> None:
         assert FleetSpec.model_validate(read).backend == "ssh"
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS_ON_THE_PAGE if line.startswith("./starter.py")])
+@pytest.mark.parametrize("line", [line for line in COMMANDS_ON_THE_PAGE if line.startswith("relaunch ")])
 def test_commands_on_the_page_are_commands(line: str) -> None:
     page_commands.take(line)
 

@@ -21,10 +21,10 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.testing import WorkflowEnvironment
 
-from connection import RETENTION, SEARCH_ATTRIBUTES, data_converter, ensure_namespace
-from console.service import find_server
 from deploy.compose.namespace import prepare
 from deploy.compose.polling import FRESH, judge, last_poll
+from relaunch.cli.service import find_server
+from relaunch.temporal import RETENTION, SEARCH_ATTRIBUTES, data_converter, ensure_namespace
 from tests.chaos.world import QUEUE, Process, World, eventually
 from tests.deploy.compose import ROOT, SERVICES, double, seconds, typed
 

@@ -82,7 +82,7 @@ def called(path: Path, operations: dict[str, frozenset[str]]) -> set[str]:
 def operations_called() -> set[str]:
     loader = Loader()
     operations = {service: frozenset(loader.load_service_model(service, "service-2")["operations"]) for service in SERVICES}
-    return {one for path in sorted((ROOT / "backends/ecs").glob("*.py")) for one in called(path, operations)}
+    return {one for path in sorted((ROOT / "relaunch/backends/ecs").glob("*.py")) for one in called(path, operations)}
 
 
 @pytest.mark.long  # some seconds, for a file that hardly ever changes
@@ -103,7 +103,7 @@ def test_the_worker_may_do_what_it_does_and_nothing_else() -> None:
 def test_every_call_names_its_operation_where_this_test_sees_it() -> None:
     """Two methods of the cluster hand an operation on, whose callers name it."""
     hidden = set()
-    for path in sorted((ROOT / "backends/ecs").glob("*.py")):
+    for path in sorted((ROOT / "relaunch/backends/ecs").glob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
@@ -126,7 +126,7 @@ def test_only_tagged_machines_are_restarted_and_their_mark_is_not_the_workers_to
         assert "aws:ResourceTag/relaunch" in by_action[action]["Condition"]["StringEquals"], action
     keys = by_action["ec2:CreateTags"]["Condition"]["ForAllValues:StringLike"]["aws:TagKeys"]
     assert by_action["ec2:DeleteTags"]["Condition"]["Null"] == {"aws:TagKeys": "false"}, "no names are all names"
-    from backends.ecs.reboots import PREFIX
+    from relaunch.backends.ecs.reboots import PREFIX
 
     assert keys == f"{PREFIX}*" and not "relaunch".startswith(PREFIX)
 
@@ -149,7 +149,7 @@ def test_s1_8_tables_have_the_documented_keys_and_outlive_the_stack() -> None:
 
 
 def test_the_node_task_keeps_its_state_on_the_host_where_the_agent_looks_for_it() -> None:
-    from agent.task import HOST_STATE
+    from relaunch.agent.container.task import HOST_STATE
 
     properties = RESOURCES["NodeTask"]["Properties"]
     (container,) = properties["ContainerDefinitions"]
@@ -178,10 +178,15 @@ def test_the_build_context_is_what_the_image_copies() -> None:
 
 def test_the_image_builds_an_agent_that_runs_as_a_task(tmp_path: Path) -> None:
     source = tmp_path / "src"
-    shutil.copytree(ROOT / "agent", source / "agent", ignore=shutil.ignore_patterns("__pycache__"))
-    (source / "backends").mkdir()
-    for name in ("__init__.py", "artifact.py"):
-        shutil.copy2(ROOT / "backends" / name, source / "backends" / name)
+    for line in instructions("COPY"):
+        *names, folder = line.split()
+        if folder.startswith("relaunch/"):
+            for name in names:
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    (source / folder).mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(ROOT / name, source / folder)
     (command,) = [line for line in instructions("RUN") if "build_agent" in line]
     program = re.fullmatch(r'python -c "(.*)"', command)
     assert program is not None
@@ -190,7 +195,7 @@ def test_the_image_builds_an_agent_that_runs_as_a_task(tmp_path: Path) -> None:
     )
     assert (built.returncode, built.stderr) == (0, "")
     agent = tmp_path / "out/agent.pyz"
-    assert {"__main__.py", "agent/task.py", "pynvml.py"} <= set(zipfile.ZipFile(agent).namelist())
+    assert {"__main__.py", "relaunch/agent/container/task.py", "pynvml.py"} <= set(zipfile.ZipFile(agent).namelist())
     (entry,) = instructions("ENTRYPOINT")
     words = [sys.executable, str(agent), *ast.literal_eval(entry)[2:]]
     misused = subprocess.run(words, capture_output=True, text=True)

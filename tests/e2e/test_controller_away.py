@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.local import cut, heal
+from relaunch.backends.local import cut, heal
 from tests.chaos.checks import violations
 from tests.chaos.rounds import KILLED, NOTHING, Expected
 from tests.chaos.world import ROOT, Job, Process, World, chaos_policy, environments
@@ -131,9 +131,9 @@ async def test_a_new_worker_with_another_agent_watches_old_supervisors_and_launc
     checkout.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, checkout)
-    for name in ("activities", "agent", "backends", "console", "recovery", "workflows"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    with (checkout / "agent" / "__init__.py").open("a") as file:
+    for name in ("activities", "relaunch", "workflows"):
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    with (checkout / "relaunch" / "agent" / "__init__.py").open("a") as file:
         file.write('\nUPGRADED = "another agent"\n')
     (agent,) = agents(world)
     old, world.worker = (

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends.ecs import reboots
-from recovery.policy import resolve
+from relaunch.backends.ecs import reboots
+from relaunch.spec.policy import resolve
 from tests.chaos.ecs_places import TRAINER, EcsPlaces
 from tests.chaos.world import FLEET, TIMES, Job, World, eventually
 from tests.doubles.aws import LOST, RESET

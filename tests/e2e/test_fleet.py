@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from console import fleet_views, fleets, jobs
+from relaunch.cli import fleets, jobs, node_views
 from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
 from tests.e2e.test_nodes import starter
 
@@ -36,7 +36,7 @@ async def nodes(world: World, *words: str) -> str:
 
 async def rows(world: World) -> dict[str, dict[str, Any]]:
     """As `nodes list --json` prints them; it is a process each time."""
-    return {one["name"]: one for one in fleet_views.rows(await fleets.read(world.client, QUEUE, FLEET))}
+    return {one["name"]: one for one in node_views.rows(await fleets.read(world.client, QUEUE, FLEET))}
 
 
 async def until(world: World, patience: float = 60.0, **expected: tuple[str, str | None]) -> dict[str, dict[str, Any]]:
@@ -140,7 +140,7 @@ async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_i
     second = await world.submit()
 
     async def knows() -> bool:
-        here = fleet_views.tenants(await fleets.read(world.client, QUEUE, FLEET)).get("n1", ())
+        here = node_views.tenants(await fleets.read(world.client, QUEUE, FLEET)).get("n1", ())
         return [(one.job, one.place is not None) for one in here] == [(job.name, True)]
 
     await eventually(knows, "the job has not said what it holds", pause=0.5)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recovery.causes import Cause
+from relaunch.evidence.causes import Cause
 from tests.chaos.world import RANK_PROGRAM, ROOT, Job, World, chaos_policy, eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from backends.simulated import Sick
-from backends.simulated.health import diagnosed
 from tests.chaos.world import FLEET, ROOT, Job, World, chaos_policy, eventually
 from tests.doubles.install import build_nvml, calls, install_nvml, install_tool
+from tests.fakes.nodes import Sick
+from tests.fakes.nodes.health import diagnosed
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 PENDING = diagnosed(1, 2, (Sick(remap_pending=0),))

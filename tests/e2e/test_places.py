@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from recovery.model import JobState
+from relaunch.job.state import JobState
 from tests.chaos.world import RANK_PROGRAM, Job, World, chaos_policy, eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from backends import local_power
+from relaunch.backends import local_power
 from tests.chaos.world import FLEET, World, chaos_policy, eventually
 from tests.e2e.test_nodes import boot_id, starter
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from backends.local import KERNEL_LOG, cut, heal
-from recovery.model import Incident
+from relaunch.backends.local import KERNEL_LOG, cut, heal
+from relaunch.job.state import Incident
 from tests.chaos.world import HANG_AFTER, Job, World, chaos_policy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

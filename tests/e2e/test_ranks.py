@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from backends.local import cut, heal
+from relaunch.backends.local import cut, heal
 from tests.chaos.world import ROOT, Job, World, chaos_policy, eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -10,13 +10,13 @@ import pytest
 import pytest_asyncio
 from temporalio.testing import ActivityEnvironment
 
-from activities.fleet import FleetActivities, LookInput, ReclaimInput
-from connection import read_server_id
-from console import fleet_views, fleets
-from recovery.fleet.model import NodeLook
-from settings import Settings
+from relaunch.activities.fleet import FleetActivities, LookInput, ReclaimInput
+from relaunch.cli import fleets, node_views
+from relaunch.config import Settings
+from relaunch.pool.state import NodeLook
+from relaunch.temporal import read_server_id
+from relaunch.worker import WorkerFleets, make_fleets
 from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
-from worker import WorkerFleets, make_fleets
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 OTHER = "other"
@@ -52,7 +52,7 @@ async def looked(world: World, here: WorkerFleets, fleet: str) -> tuple[NodeLook
 
 
 async def rows(world: World, fleet: str) -> dict[str, dict[str, Any]]:
-    return {one["name"]: one for one in fleet_views.rows(await fleets.read(world.client, QUEUE, fleet))}
+    return {one["name"]: one for one in node_views.rows(await fleets.read(world.client, QUEUE, fleet))}
 
 
 async def running(world: World, fleet: str = FLEET) -> Job:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from activities.fleet import FLEET_ID_PREFIX
-from backends.local_power import signal_all
-from console import jobs
+from relaunch.activities.fleet import FLEET_ID_PREFIX
+from relaunch.backends.local_power import signal_all
+from relaunch.cli import jobs
 from tests.backends.sshd import Sshd
 from tests.chaos import clocks, disks
 from tests.chaos.rival import Rival

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from backends import local_power
-from connection import process_started
+from relaunch.backends import local_power
+from relaunch.temporal import process_started
 from tests.backends.netns import Network, run_in_network
 from tests.backends.sshd import MISSING, SSHD, Sshd, make_key
 from tests.chaos.disks import Disk

@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import Callable
 
-from backends.local_power import signal_all
+from relaunch.backends.local_power import signal_all
 from tests.chaos.world import chaos_policy
 from tests.fence.attacks import Attempt
 from tests.fence.hosts import Host

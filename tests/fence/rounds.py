@@ -16,7 +16,7 @@ from typing import Any
 
 from temporalio.service import RPCError
 
-from settings import Mistake
+from relaunch.config import Mistake
 from tests.fence import random_faults
 from tests.fence.attacks import ATTACKS, Attack, Attempt
 from tests.fence.world import FenceWorld

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from console import jobs
-from recovery.policy import Policy
+from relaunch.cli import jobs
+from relaunch.spec.policy import Policy
 from tests.backends.netns import Network
 from tests.chaos.places import Lines, Places, SshPlaces
 from tests.chaos.world import Job, World, chaos_policy, eventually

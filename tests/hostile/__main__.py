@@ -9,7 +9,7 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
-import recovery.fencing
+import relaunch.job.fencing
 from tests.hostile.service import attack
 from tests.workflows.conftest import dev_server
 
@@ -19,7 +19,7 @@ async def main() -> None:
     options.add_argument("--messages", type=int, default=10_000, help="how many lies are told")
     options.add_argument("--seed", type=int, default=random.randrange(10**6), help="draws the same lies again")
     given = options.parse_args()
-    recovery.fencing.FENCE_MARGIN = timedelta(seconds=0.5)
+    relaunch.job.fencing.FENCE_MARGIN = timedelta(seconds=0.5)
     with tempfile.TemporaryDirectory(prefix="relaunch-hostile-") as folder:
         async with dev_server() as client:
             print(await attack(client, Path(folder), messages=given.messages, seed=given.seed, say=lambda text: print(text, flush=True)))

@@ -20,13 +20,13 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
-from backends.artifact import build_agent
-from backends.base import BackendError
-from backends.local import LocalBackend, reboot
-from backends.pipe import LINE_LIMIT, ProcessPipe
-from recovery.fleet.model import FleetState, Standing
-from recovery.model import JobState, Phase
-from recovery.spec import FleetSpec
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.base import BackendError
+from relaunch.backends.local import LocalBackend, reboot
+from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
+from relaunch.job.state import JobState, Phase
+from relaunch.pool.state import FleetState, Standing
+from relaunch.spec.fleet import FleetSpec
 from tests.workflows.rig import Job, Rig, SimulatedFleets, policy, worker
 
 LIAR = Path(__file__).with_name("liar.py")

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from activities.fleet import _look
-from activities.gang import Gang
-from activities.job import _check_highest
-from activities.readings import Seen
-from activities.reports import WatchRanksInput, WatchReport
-from backends.answers import PrepareAnswer, RefusalAnswer, check_output, has_too_many_values, parse, parse_list, parse_watch_line
-from backends.base import ProtocolError, Refused
-from backends.link import _writable
-from converter import SharedPayloadConverter
-from recovery.diagnose import diagnose
-from recovery.events import FaultObserved, LaunchRefused, NodeRefusal
-from recovery.fleet.model import NodeLook
-from recovery.hang import Pace
-from recovery.model import Token
-from recovery.policy import HangLimits, Timeouts
+from relaunch.activities.fleet import _look
+from relaunch.activities.gang import Gang
+from relaunch.activities.launch import _check_highest
+from relaunch.activities.readings import Seen
+from relaunch.activities.reports import WatchRanksInput, WatchReport
+from relaunch.backends.answers import PrepareAnswer, RefusalAnswer, check_output, has_too_many_values, parse, parse_list, parse_watch_line
+from relaunch.backends.base import ProtocolError, Refused
+from relaunch.backends.link import _writable
+from relaunch.converter import SharedPayloadConverter
+from relaunch.generation import Token
+from relaunch.job.diagnose import diagnose
+from relaunch.job.events import FaultObserved, LaunchRefused, NodeRefusal
+from relaunch.job.hang import Pace
+from relaunch.pool.state import NodeLook
+from relaunch.spec.policy import HangLimits, Timeouts
 from tests.hostile.liar import Grammar
 from tests.recovery.builders import running
 

@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _short_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recovery.fencing.FENCE_MARGIN", timedelta(seconds=0.5))
+    monkeypatch.setattr("relaunch.job.fencing.FENCE_MARGIN", timedelta(seconds=0.5))
 
 
 @pytest.mark.timeout(300)

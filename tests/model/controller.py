@@ -1,7 +1,7 @@
 """What the job of the model knows, in the code's own records.
 
-Events go through recovery/evolve.py, answers through recovery/places.py, and when a launch is safe
-is said by recovery/fencing.py, called as activities/stopping.py does. `Broken` changes what they
+Events go through relaunch/job/apply.py, answers through relaunch/job/places.py, and when a launch is safe
+is said by relaunch/job/fencing.py, called as activities/stop.py does. `Broken` changes what they
 are given, or what becomes of their answer.
 """
 
@@ -11,10 +11,12 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 
-import recovery.fencing
-from activities.stopping import StopRanksInput, launched_generations
-from recovery.claim import as_it_is, give_back, is_known_by
-from recovery.events import (
+import relaunch.job.fencing
+from relaunch.activities.stop import StopRanksInput, launched_generations
+from relaunch.generation import LaunchedGeneration
+from relaunch.job.apply import absorb
+from relaunch.job.claim import as_it_is, give_back, is_known_by
+from relaunch.job.events import (
     Event,
     Launched,
     LaunchFailed,
@@ -28,14 +30,13 @@ from recovery.events import (
     RanksHung,
     RanksStopped,
 )
-from recovery.evolve import absorb
-from recovery.fencing import fences, living_generations, peers_of, plan_generation, safe_launch_at, will_fence
-from recovery.fleet.messages import Place as FleetPlace
-from recovery.fleet.model import ClaimRecord
-from recovery.model import JobState, LaunchedGeneration, Phase, Slot
-from recovery.places import Place, StartedPlaces, find_doubt, limit_places, record_places
-from recovery.policy import Policy, preset
-from recovery.spec import JobSpec
+from relaunch.job.fencing import fences, living_generations, peers_of, plan_generation, safe_launch_at, will_fence
+from relaunch.job.places import Place, StartedPlaces, find_doubt, limit_places, record_places
+from relaunch.job.state import JobState, Phase, Slot
+from relaunch.pool.messages import Place as FleetPlace
+from relaunch.pool.state import ClaimRecord
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Policy, preset
 from tests.model.protocol import TICK, Broken, Times, duration, seconds
 
 EPOCH = datetime(2026, 11, 21, tzinfo=UTC)
@@ -54,12 +55,12 @@ def policy_of(times: Times, is_fencing: bool) -> Policy:
 @contextmanager
 def asking(most_peers: int | None) -> Iterator[None]:
     """Have each node ask so many peers, where a number is given."""
-    usual = recovery.fencing.MOST_PEERS
-    recovery.fencing.MOST_PEERS = most_peers or usual
+    usual = relaunch.job.fencing.MOST_PEERS
+    relaunch.job.fencing.MOST_PEERS = most_peers or usual
     try:
         yield
     finally:
-        recovery.fencing.MOST_PEERS = usual
+        relaunch.job.fencing.MOST_PEERS = usual
 
 
 @cache

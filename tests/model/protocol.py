@@ -1,7 +1,7 @@
 """A model of a node: prepare, start, stop, the lease, the peers and what proves ranks gone.
 
 It answers what the nodes would do under any order of messages, cuts, crashes, sleeps and stopped
-clocks. What decides is the code's own: the lease and the peers' words (agent/lease.py) and what
+clocks. What decides is the code's own: the lease and the peers' words (relaunch/agent/ranks/lease.py) and what
 an answer proves. One tick is the longest that a scheduled process takes to act.
 The rules are those of docs/reference/agent-protocol.md; `Broken` leaves one of them out.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum, auto
 
-from agent.lease import Lease, PeerClocks, Standstills, Vouchers
-from recovery.fencing import FENCE_MARGIN
-from recovery.places import Place
+from relaunch.agent.ranks.lease import Lease, PeerClocks, Standstills, Vouchers
+from relaunch.job.fencing import FENCE_MARGIN
+from relaunch.job.places import Place
 
 MARGIN = 2.0  # a tick until the keeper acts, and 1/128 of drift over at most 65
 TICK = FENCE_MARGIN / MARGIN

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Search
 from hypothesis.stateful import run_state_machine_as_test
 
-from recovery.fencing import hops, peers_of
+from relaunch.job.fencing import hops, peers_of
 from tests.model.machine import Fencing, walk
 from tests.model.protocol import Broken
 from tests.model.stories import (

@@ -2,7 +2,7 @@
 
 It answers whether two tokens of the job are alive at once after each tick; what goes wrong is chosen
 by the test. Each direction between the controller and a host, and each pair of hosts, is cut by
-itself. The rule that says when a launch is safe is the code's (recovery/fencing.py).
+itself. The rule that says when a launch is safe is the code's (relaunch/job/fencing.py).
 """
 
 from collections import deque
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
-from recovery.model import LaunchedGeneration
-from recovery.places import Place
+from relaunch.generation import LaunchedGeneration
+from relaunch.job.places import Place
 from tests.model.controller import Controller, peers_in_gang
 from tests.model.protocol import LATE, NEVER, USUAL, Answer, Broken, Keeper, Node, State, Times
 

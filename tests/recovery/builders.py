@@ -7,9 +7,12 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from recovery.causes import Cause
-from recovery.decide import decide
-from recovery.events import (
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.evidence.observations import RankError, RankExited
+from relaunch.job.apply import absorb, evolve
+from relaunch.job.decide import decide
+from relaunch.job.events import (
     Event,
     FaultObserved,
     Launched,
@@ -24,10 +27,8 @@ from recovery.events import (
     RepairEnded,
     Submitted,
 )
-from recovery.evidence import Verdict
-from recovery.evolve import absorb, evolve
-from recovery.ladder import climb
-from recovery.model import (
+from relaunch.job.ladder import climb
+from relaunch.job.state import (
     Ask,
     Decision,
     Diagnosis,
@@ -42,9 +43,8 @@ from recovery.model import (
     Slot,
     Stop,
 )
-from recovery.observations import RankError, RankExited
-from recovery.policy import Policy, preset, resolve
-from recovery.spec import JobSpec
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Policy, preset, resolve
 
 T0 = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 

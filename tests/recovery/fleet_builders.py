@@ -7,15 +7,15 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.fleet import learn, next_wake, settle
-from recovery.fleet.facts import Applied, Claimed, Fact, JobsFound, Looked, PermitWanted, Remembered, RepairBegan, RepairEnded
-from recovery.fleet.inventory import GpuUse, Inventory
-from recovery.fleet.messages import Claim, Grant, PermitRequest, Place, Suspect
-from recovery.fleet.model import ClaimRecord, FleetState, Living, NodeLook, NodeRecord
-from recovery.fleet.orders import Look, Order, TellJob
-from recovery.spec import FleetLimits, FleetNode
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import Applied, Claimed, Fact, JobsFound, Looked, PermitWanted, Remembered, RepairBegan, RepairEnded
+from relaunch.pool.inventory import GpuUse, Inventory
+from relaunch.pool.messages import Claim, Grant, PermitRequest, Place, Suspect
+from relaunch.pool.orders import Look, Order, TellJob
+from relaunch.pool.scheduler import learn, next_wake, settle
+from relaunch.pool.state import ClaimRecord, FleetState, Living, NodeLook, NodeRecord
+from relaunch.spec.fleet import FleetLimits, FleetNode
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 OneOrder = TypeVar("OneOrder", bound=Order)

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Search
 from hypothesis import strategies as st
 
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.policy import Policy, Rung, Strategy, preset, preset_names
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.spec.policy import Policy, Rung, Strategy, preset, preset_names
 from tests.recovery.streams import PAUSES, Choice, Move
 
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal, TypeVar, cast
 
-from recovery.decide import decide
-from recovery.events import (
+from relaunch.evidence.findings import Verdict
+from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.job.apply import absorb, evolve, finish
+from relaunch.job.decide import decide
+from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
     Event,
@@ -36,14 +39,11 @@ from recovery.events import (
     StepReached,
     Submitted,
 )
-from recovery.evidence import Verdict
-from recovery.evolve import absorb, evolve, finish
-from recovery.fleet.messages import Place
-from recovery.ladder import left_with
-from recovery.model import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
-from recovery.observations import Observation, RankExited, RanksFenced, RanksVanished
-from recovery.policy import Policy, Strategy
-from recovery.ranks import seat
+from relaunch.job.ladder import left_with
+from relaunch.job.ranks import seat
+from relaunch.job.state import Ask, Decision, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Stop, Wait
+from relaunch.pool.messages import Place
+from relaunch.spec.policy import Policy, Strategy
 from tests.recovery.builders import T0, error, new_job
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Run:
         self.choice = Choice(0)
         self.take(Submitted("", "ada"))
 
-    # --- the loop of workflows/training_job.py
+    # --- the loop of workflows/training_job/workflow.py
 
     def take(self, event: Event) -> Turn:
         before = self.job

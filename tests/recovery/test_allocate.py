@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from recovery.fleet.facts import Applied, Claimed, QuarantineAsked, ReleaseAsked, RepairBegan
-from recovery.fleet.messages import Claim, Grant, Place
-from recovery.fleet.model import Living, Standing
-from recovery.fleet.orders import Look, TellJob
-from recovery.spec import FleetNode
+from relaunch.pool.facts import Applied, Claimed, QuarantineAsked, ReleaseAsked, RepairBegan
+from relaunch.pool.messages import Claim, Grant, Place
+from relaunch.pool.orders import Look, TellJob
+from relaunch.pool.state import Living, Standing
+from relaunch.spec.fleet import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, look, nodes, suspect
 
 SPARE = (*nodes("n1", "n2"), *nodes("n8", "n9", spare=True))

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from recovery.annotations import FAIL, HANG_RETRY, JOB_RETRIES, POD_RETRIES, UNCONDITIONAL, annotated
-from recovery.causes import Cause
-from recovery.policy import Policy, impossible_ladder, preset, preset_names, resolve
+from relaunch.evidence.causes import Cause
+from relaunch.spec.annotations import FAIL, HANG_RETRY, JOB_RETRIES, POD_RETRIES, UNCONDITIONAL, annotated
+from relaunch.spec.policy import Policy, impossible_ladder, preset, preset_names, resolve
 from tests.recovery.builders import Turn, died, gone, hung, mended, running, sick, walk, xid
 
 MODELARTS = preset("modelarts")

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from recovery.decide import may_answer
-from recovery.events import Answered, DeadlinePassed, NodesMissing, NodeUnreachable, RetryRequested, Submitted
-from recovery.model import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
+from relaunch.job.decide import may_answer
+from relaunch.job.events import Answered, DeadlinePassed, NodesMissing, NodeUnreachable, RetryRequested, Submitted
+from relaunch.job.state import Ask, Ignore, JobState, Phase, Relaunch, Stop, Wait
 from tests.recovery.builders import at, error, exited, fault, new_job, play, policy, running, step
 
 BUG = exited(2, "n2", code=1, error=error("ValueError: bad batch"))

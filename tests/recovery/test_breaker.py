@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import pytest
 
-from recovery.evidence import Verdict
-from recovery.fleet.facts import Applied, PauseAsked, QuarantineAsked, ResumeAsked
-from recovery.fleet.messages import Permit, Place
-from recovery.fleet.model import Standing
-from recovery.fleet.orders import StartRepair, TellJob, TellRepair
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import Applied, PauseAsked, QuarantineAsked, ResumeAsked
+from relaunch.pool.messages import Permit, Place
+from relaunch.pool.orders import StartRepair, TellJob, TellRepair
+from relaunch.pool.state import Standing
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 EIGHT = nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8")
@@ -39,7 +39,7 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
     desk.claim("b", 1)
     assert desk.grants("waiting")["b"].because == (
         "the breaker of fleet gpus is open since 12:03 UTC: 3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2; "
-        "starter.py nodes resume closes it"
+        "relaunch nodes resume closes it"
     )
     assert desk.go(ended("n2")) == []
     assert desk.node("n4").standing is Standing.SUSPECT

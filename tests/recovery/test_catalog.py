@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from recovery.catalog import NO_OVERRIDES, CatalogOverrides, catalog, exit_meaning, is_cascade
-from recovery.catalog.dcgm_tables import Advice
-from recovery.catalog.nvlink import XIDS, decode, reading
-from recovery.catalog.signals import SIGNALS
-from recovery.causes import Cause
-from recovery.evidence import Role
+from relaunch.evidence.catalog import NO_OVERRIDES, CatalogOverrides, catalog, exit_meaning, is_cascade
+from relaunch.evidence.catalog.dcgm_tables import Advice
+from relaunch.evidence.catalog.nvlink import XIDS, decode, reading
+from relaunch.evidence.catalog.signals import SIGNALS
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Role
 
-FOLDER = Path(__file__).parents[2] / "recovery" / "catalog"
+FOLDER = Path(__file__).parents[2] / "relaunch" / "evidence" / "catalog"
 FILES = ("xids", "nvlink", "exits", "log_lines", "kernel_lines", "ecs_stops")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from recovery.causes import Cause
-from recovery.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
-from recovery.events import CancelRequested, LeaveAsked, LeaveDue, NodesAcquired, NodesMissing, RetryRequested, Submitted
-from recovery.fleet.messages import Place
-from recovery.incidents import MAX_FAULTS, add_unhealthy_nodes, open_incident
-from recovery.model import Avoided, Diagnosis, FaultRecord, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
-from recovery.ranks import keep_places, rank_environments, seat
+from relaunch.evidence.causes import Cause
+from relaunch.job.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
+from relaunch.job.events import CancelRequested, LeaveAsked, LeaveDue, NodesAcquired, NodesMissing, RetryRequested, Submitted
+from relaunch.job.incidents import MAX_FAULTS, add_unhealthy_nodes, open_incident
+from relaunch.job.ranks import keep_places, rank_environments, seat
+from relaunch.job.state import Avoided, Diagnosis, FaultRecord, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
+from relaunch.pool.messages import Place
 from tests.recovery.builders import (
     T0,
     at,

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.catalog.dcgm_tables import Advice, dcgm_errors, dcgm_exits
-from recovery.causes import Cause
-from recovery.dcgm import GRAVITY, Examination, read_diag
-from recovery.evidence import Role, Verdict
+from relaunch.evidence.catalog.dcgm_tables import Advice, dcgm_errors, dcgm_exits
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.dcgm import GRAVITY, Examination, read_diag
+from relaunch.evidence.findings import Role, Verdict
 from tests.recovery.generated import searched
 
 SAMPLES = Path(__file__).parent / "samples" / "dcgm"

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.events import (
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.job.apply import finish
+from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
     FaultObserved,
@@ -30,11 +32,9 @@ from recovery.events import (
     StepReached,
     Submitted,
 )
-from recovery.evidence import Verdict
-from recovery.evolve import finish
-from recovery.fencing import FENCE_MARGIN, fences, hops, peers_of, safe_after
-from recovery.model import Ask, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Stop, Wait
-from recovery.policy import Strategy
+from relaunch.job.fencing import FENCE_MARGIN, fences, hops, peers_of, safe_after
+from relaunch.job.state import Ask, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Stop, Wait
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import T0, at, error, exited, fault, new_job, play, policy, relaunched, running, step
 
 BUG = exited(2, "n2", code=1, error=error("ValueError: bad batch"))

@@ -9,11 +9,11 @@ from typing import Literal
 
 import pytest
 
-from recovery.causes import HARDWARE_CAUSES, Cause
-from recovery.events import NodesAcquired, StepReached
-from recovery.evidence import Verdict
-from recovery.model import Diagnosis, Examine, Incident, JobState, Phase, Relaunch, Repair, Slot
-from recovery.policy import Strategy
+from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.job.events import NodesAcquired, StepReached
+from relaunch.job.state import Diagnosis, Examine, Incident, JobState, Phase, Relaunch, Repair, Slot
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at, climbed, found, mended, relaunched, running, step, told
 
 Where = Literal["stays", "wanders"]

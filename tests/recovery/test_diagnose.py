@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.diagnose import AHEAD, BEHIND, CLOCKS_AGREE, RIVALS, diagnose, is_root
-from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnreachable, RanksHung
-from recovery.model import Certainty
-from recovery.observations import EcsStop, Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.observations import EcsStop, Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.job.diagnose import AHEAD, BEHIND, CLOCKS_AGREE, RIVALS, diagnose, is_root
+from relaunch.job.events import FaultObserved, LaunchRefused, NodeRefusal, NodeUnreachable, RanksHung
+from relaunch.job.state import Certainty
 from tests.recovery.builders import T0, at, error, exited, fault, running, step, xid
 
 WROTE = T0.timestamp() - 1.0

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-import starter
-from console.event_file import EventFile, read_events
-from console.ladders import ladders
-from console.policies import Trial, read, read_changes, try_on_events
-from recovery.causes import OWN_CAUSES, Cause
-from recovery.diagnose import NEVER_WATCHED, REFUSAL_CAUSES, diagnose, signal_name
-from recovery.events import (
+from relaunch.cli import app
+from relaunch.cli.event_file import EventFile, read_events
+from relaunch.cli.policies import Trial, read, read_changes, try_on_events
+from relaunch.cli.policy_views import ladders
+from relaunch.config import Mistake
+from relaunch.evidence.causes import OWN_CAUSES, Cause
+from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.fields import duration
+from relaunch.job.diagnose import NEVER_WATCHED, REFUSAL_CAUSES, diagnose, signal_name
+from relaunch.job.events import (
     Event,
     FaultObserved,
     LaunchRefused,
@@ -33,14 +36,11 @@ from recovery.events import (
     RanksSucceeded,
     RepairEnded,
 )
-from recovery.model import Decision, Ignore, Relaunch, Repair, Stop
-from recovery.observations import Observation, RankExited, RanksFenced, RanksVanished
-from recovery.policy import Policy, Rung, preset
-from recovery.replay import named
-from recovery.spec import duration
-from settings import Mistake
+from relaunch.job.replay import named
+from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop
+from relaunch.messages.jobs import overlay
+from relaunch.spec.policy import Policy, Rung, preset
 from tests.recovery.builders import exited, new_job
-from workflows.messages import overlay
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recovery.md"
@@ -294,7 +294,7 @@ def examples() -> dict[str, str]:
 
 
 def command_lines() -> list[str]:
-    return re.findall(r"^ {4}(\./starter\.py [^#\n]*?)(?: +#.*)?$", page(), re.MULTILINE)
+    return re.findall(r"^ {4}(relaunch [^#\n]*?)(?: +#.*)?$", page(), re.MULTILINE)
 
 
 def test_every_example_is_a_policy_that_can_be_used(tmp_path: Path) -> None:
@@ -313,9 +313,9 @@ def test_every_command_line_works_as_it_is_printed(line: str, tmp_path: Path, mo
         (tmp_path / name).write_text(text)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     monkeypatch.chdir(tmp_path)
-    command: Any = get_command(starter.app)
+    command: Any = get_command(app.app)
     words = shlex.split(line)[1:]
-    context = command.context_class(command, info_name="starter.py")
+    context = command.context_class(command, info_name="relaunch")
     while hasattr(command, "resolve_command"):
         name, command, words = command.resolve_command(context, words)
         context = command.context_class(command, info_name=name, parent=context)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.causes import Cause
-from recovery.claim import as_it_is, claim, give_back, more_at
-from recovery.events import (
+from relaunch.evidence.causes import Cause
+from relaunch.job.apply import resubmit
+from relaunch.job.claim import as_it_is, claim, give_back, more_at
+from relaunch.job.events import (
     CancelRequested,
     FaultObserved,
     Launched,
@@ -24,14 +25,13 @@ from recovery.events import (
     StepReached,
     Submitted,
 )
-from recovery.evolve import resubmit
-from recovery.fencing import fences
-from recovery.fleet.messages import Place
-from recovery.ladder import left_with, why_left
-from recovery.model import Avoided, Decision, Ignore, JobState, Phase, Relaunch, Slot, Wait
-from recovery.policy import Policy, Strategy, preset, resolve
-from recovery.ranks import common_environment, keep_places, seat
-from recovery.replay import Step, named, rehearse
+from relaunch.job.fencing import fences
+from relaunch.job.ladder import left_with, why_left
+from relaunch.job.ranks import common_environment, keep_places, seat
+from relaunch.job.replay import Step, named, rehearse
+from relaunch.job.state import Avoided, Decision, Ignore, JobState, Phase, Relaunch, Slot, Wait
+from relaunch.pool.messages import Place
+from relaunch.spec.policy import Policy, Strategy, preset, resolve
 from tests.recovery.builders import (
     T0,
     at,

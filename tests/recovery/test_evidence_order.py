@@ -7,10 +7,10 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.causes import Cause
-from recovery.diagnose import diagnose
-from recovery.events import FaultObserved
-from recovery.observations import Observation
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.observations import Observation
+from relaunch.job.diagnose import diagnose
+from relaunch.job.events import FaultObserved
 from tests.recovery.builders import T0, error, exited, running
 from tests.recovery.generated import searched
 from tests.recovery.streams import ROOTS, Root, echo

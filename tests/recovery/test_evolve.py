@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from recovery.decide import is_stale, why_not_dead
-from recovery.events import (
+from relaunch.job.apply import changed_keys
+from relaunch.job.decide import is_stale, why_not_dead
+from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
     Event,
@@ -28,10 +29,9 @@ from recovery.events import (
     SubmissionRaised,
     Submitted,
 )
-from recovery.evolve import changed_keys
-from recovery.incidents import KEPT_DECISIONS
-from recovery.model import Ignore, JobState, Next, Progress
-from recovery.policy import Strategy
+from relaunch.job.incidents import KEPT_DECISIONS
+from relaunch.job.state import Ignore, JobState, Next, Progress
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import (
     T0,
     at,

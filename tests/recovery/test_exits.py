@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from recovery.catalog import CatalogOverrides, catalog
-from recovery.causes import Cause
-from recovery.evidence import Finding, Role
-from recovery.exits import read_ecs_stop, read_exit, read_log
-from recovery.kernel_log import read_kernel_log
+from relaunch.evidence.catalog import CatalogOverrides, catalog
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.exits import read_ecs_stop, read_exit, read_log
+from relaunch.evidence.findings import Finding, Role
+from relaunch.evidence.kernel_log import read_kernel_log
 
 RANK_KILLED = "Memory cgroup out of memory: Killed process 123 (python3) total-vm:98123456kB, anon-rss:65012345kB"
 OTHER_KILLED = "Out of memory: Killed process 77 (chrome) total-vm:98123456kB, anon-rss:65012345kB"

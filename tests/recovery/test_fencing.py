@@ -7,8 +7,10 @@ from datetime import timedelta
 
 import pytest
 
-from recovery.claim import claim, give_back, is_known_by
-from recovery.events import (
+from relaunch.generation import LaunchedGeneration
+from relaunch.job.apply import absorb, resubmit
+from relaunch.job.claim import claim, give_back, is_known_by
+from relaunch.job.events import (
     Answered,
     FaultObserved,
     Launched,
@@ -27,8 +29,7 @@ from recovery.events import (
     RanksSucceeded,
     Submitted,
 )
-from recovery.evolve import absorb, resubmit
-from recovery.fencing import (
+from relaunch.job.fencing import (
     FENCE_MARGIN,
     fence_wait,
     fences,
@@ -40,9 +41,9 @@ from recovery.fencing import (
     safe_launch_at,
     unknown_generation,
 )
-from recovery.fleet.messages import Place
-from recovery.fleet.model import ClaimRecord
-from recovery.model import JobState, LaunchedGeneration, Phase, Relaunch, Slot, Wait
+from relaunch.job.state import JobState, Phase, Relaunch, Slot, Wait
+from relaunch.pool.messages import Place
+from relaunch.pool.state import ClaimRecord
 from tests.recovery.builders import T0, at, exited, new_job, play, policy, running, step
 
 LEASE, FENCE, GRACE, VALID = 60.0, 20.0, 5.0, 90.0

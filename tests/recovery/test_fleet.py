@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.fleet import learn
-from recovery.fleet.facts import (
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import (
     Applied,
     Claimed,
     FaultsReported,
@@ -23,10 +22,11 @@ from recovery.fleet.facts import (
     Rejected,
     ReleaseAsked,
 )
-from recovery.fleet.messages import Claim, FaultReport, Grant, Place, Withdraw
-from recovery.fleet.model import Living, NodeLook, Standing
-from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob
-from recovery.spec import FleetLimits
+from relaunch.pool.messages import Claim, FaultReport, Grant, Place, Withdraw
+from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob
+from relaunch.pool.scheduler import learn
+from relaunch.pool.state import Living, NodeLook, Standing
+from relaunch.spec.fleet import FleetLimits
 from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect
 
 DRAIN = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from recovery.claim import claim
-from recovery.fleet.facts import Applied, DeadDeclared, JobsClosed, JobsFound, Reclaimed
-from recovery.fleet.memory import memory
-from recovery.fleet.orders import Reclaim
-from recovery.model import LaunchedGeneration
+from relaunch.generation import LaunchedGeneration
+from relaunch.job.claim import claim
+from relaunch.pool.facts import Applied, DeadDeclared, JobsClosed, JobsFound, Reclaimed
+from relaunch.pool.orders import Reclaim
+from relaunch.pool.restore import memory
 from tests.recovery.builders import new_job, running
 from tests.recovery.fleet_builders import Desk
 

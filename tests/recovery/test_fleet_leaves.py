@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.fleet.facts import (
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import (
     Applied,
     Claimed,
     JobsClosed,
@@ -23,10 +23,10 @@ from recovery.fleet.facts import (
     Remembered,
     ResumeAsked,
 )
-from recovery.fleet.memory import memory
-from recovery.fleet.messages import Claim, PermitRequest, Place, Withdraw
-from recovery.fleet.model import Standing
-from recovery.fleet.orders import AskToClaim, AskToLeave, StartRepair, TellJob, TellRepair
+from relaunch.pool.messages import Claim, PermitRequest, Place, Withdraw
+from relaunch.pool.orders import AskToClaim, AskToLeave, StartRepair, TellJob, TellRepair
+from relaunch.pool.restore import memory
+from relaunch.pool.state import Standing
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
 
 TWO_HOURS = T0 + timedelta(hours=2)

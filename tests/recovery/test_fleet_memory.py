@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.fleet import learn
-from recovery.fleet.facts import (
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import (
     Applied,
     Claimed,
     Fact,
@@ -24,10 +23,11 @@ from recovery.fleet.facts import (
     Remembered,
     ResumeAsked,
 )
-from recovery.fleet.memory import memory
-from recovery.fleet.messages import Claim, Place
-from recovery.fleet.model import Breaker, Living, NodeRecord, Standing
-from recovery.fleet.orders import AskToClaim, Reclaim, StartRepair, TellRepair
+from relaunch.pool.messages import Claim, Place
+from relaunch.pool.orders import AskToClaim, Reclaim, StartRepair, TellRepair
+from relaunch.pool.restore import memory
+from relaunch.pool.scheduler import learn
+from relaunch.pool.state import Breaker, Living, NodeRecord, Standing
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 GRACE = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))

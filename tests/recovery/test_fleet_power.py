@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from recovery.fleet.facts import Applied, JobsFound, PermitWanted, Remembered
-from recovery.fleet.memory import memory
-from recovery.fleet.messages import PermitRequest
-from recovery.fleet.model import Living
-from recovery.fleet.orders import StartRepair, TellRepair
+from relaunch.pool.facts import Applied, JobsFound, PermitWanted, Remembered
+from relaunch.pool.messages import PermitRequest
+from relaunch.pool.orders import StartRepair, TellRepair
+from relaunch.pool.restore import memory
+from relaunch.pool.state import Living
 from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
 
 

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.fleet import learn, next_wake, settle
-from recovery.fleet.facts import (
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import (
     Applied,
     Claimed,
     Fact,
@@ -32,12 +31,13 @@ from recovery.fleet.facts import (
     RepairEnded,
     ResumeAsked,
 )
-from recovery.fleet.memory import memory
-from recovery.fleet.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
-from recovery.fleet.model import ClaimRecord, FleetState, Living, NodeLook, Standing
-from recovery.fleet.offers import OFFER_HOLDS
-from recovery.fleet.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
-from recovery.spec import FleetLimits, FleetNode
+from relaunch.pool.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
+from relaunch.pool.offers import OFFER_HOLDS
+from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
+from relaunch.pool.restore import memory
+from relaunch.pool.scheduler import learn, next_wake, settle
+from relaunch.pool.state import ClaimRecord, FleetState, Living, NodeLook, Standing
+from relaunch.spec.fleet import FleetLimits, FleetNode
 from tests.recovery.fleet_builders import T0, Desk, gpus, nodes
 from tests.recovery.generated import searched
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from recovery.hang import Pace, advance, hung, limit, rate
-from recovery.policy import HangLimits
+from relaunch.job.hang import Pace, advance, hung, limit, rate
+from relaunch.spec.policy import HangLimits
 from tests.recovery.builders import T0, at
 
 LEARNED = HangLimits()

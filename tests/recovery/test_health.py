@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from recovery.catalog import catalog
-from recovery.catalog.dcgm_tables import Advice
-from recovery.catalog.overrides import CatalogOverrides
-from recovery.causes import Cause
-from recovery.evidence import Role, Verdict
-from recovery.facts import LONGEST, last_line, text
-from recovery.health import MAX_FINDINGS, Health, read_health, with_diag
-from recovery.nvml import bus_id, short
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.catalog.dcgm_tables import Advice
+from relaunch.evidence.catalog.overrides import CatalogOverrides
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.fields import LONGEST, last_line, text
+from relaunch.evidence.findings import Role, Verdict
+from relaunch.evidence.health import MAX_FINDINGS, Health, read_health, with_diag
+from relaunch.evidence.nvml import bus_id, short
 from tests.recovery.generated import searched
 from tests.recovery.nodes import FAULTY, NO_NVML, PASS, UNSUPPORTED, WALL, bus, diag, disk, gpu, journal, nvml, probe, sample
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from recovery.evidence import Verdict
-from recovery.fleet.facts import Applied, Claimed, JobsFound, Looked, QuarantineAsked, ReleaseAsked, Remembered
-from recovery.fleet.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
-from recovery.fleet.messages import Claim, Place
-from recovery.fleet.model import Living, NodeLook, Standing
-from recovery.fleet.orders import Look, StartRepair
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.facts import Applied, Claimed, JobsFound, Looked, QuarantineAsked, ReleaseAsked, Remembered
+from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
+from relaunch.pool.messages import Claim, Place
+from relaunch.pool.orders import Look, StartRepair
+from relaunch.pool.state import Living, NodeLook, Standing
 from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
 from tests.recovery.nodes import gpu, nvml
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from recovery.catalog import CatalogOverrides, catalog
-from recovery.causes import Cause
-from recovery.evidence import Finding, Role
-from recovery.kernel_log import KERNEL_MARKS, kernel_evidence, read_kernel_log
+from relaunch.evidence.catalog import CatalogOverrides, catalog
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Finding, Role
+from relaunch.evidence.kernel_log import KERNEL_MARKS, kernel_evidence, read_kernel_log
 
 SAMPLES = [
     line.rstrip("\n").split(" | ", 2)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.events import DeadlinePassed, StepReached
-from recovery.evidence import Verdict
-from recovery.ladder import SUSPECTS_KEPT, climb
-from recovery.model import Ask, Diagnosis, Examine, ExaminedNode, Phase, Recovering, Relaunch, Repair, Stop
-from recovery.policy import Strategy
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.job.events import DeadlinePassed, StepReached
+from relaunch.job.ladder import SUSPECTS_KEPT, climb
+from relaunch.job.state import Ask, Diagnosis, Examine, ExaminedNode, Phase, Recovering, Relaunch, Repair, Stop
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import (
     T0,
     at,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import OWN_CAUSES, Cause
-from recovery.events import DeadlinePassed, StepReached
-from recovery.ladder import used_budgets
-from recovery.model import Diagnosis, JobState, Progress, Relaunch, Repair
+from relaunch.evidence.causes import OWN_CAUSES, Cause
+from relaunch.job.events import DeadlinePassed, StepReached
+from relaunch.job.ladder import used_budgets
+from relaunch.job.state import Diagnosis, JobState, Progress, Relaunch, Repair
 from tests.recovery.builders import T0, at, climbed, found, policy, raised, relaunched, rungs, running, step, suspected, told, walk
 
 A = Cause.APPLICATION

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.events import DeadlinePassed, RepairEnded, StepReached
-from recovery.model import Diagnosis, Examine, JobState, Phase, Relaunch
-from recovery.policy import Strategy
+from relaunch.evidence.causes import Cause
+from relaunch.job.events import DeadlinePassed, RepairEnded, StepReached
+from relaunch.job.state import Diagnosis, Examine, JobState, Phase, Relaunch
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import T0, at, back, climbed, found, gone, hung, mended, raised, rungs, running, step, suspected, this, walk
 
 RESTART, REPLACE, RESCHEDULE = {"strategy": "RESTART_IN_PLACE"}, {"strategy": "REPLACE_NODE"}, {"strategy": "RESCHEDULE_JOB"}

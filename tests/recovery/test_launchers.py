@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recovery.launchers import Failure, failures, launcher_command
+from relaunch.job.launchers import Failure, failures, launcher_command
 from tests.recovery.builders import spec
 
 MASTER = ("10.0.0.1", 29500)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.claim import as_it_is, claim
-from recovery.decide import may_answer
-from recovery.events import Answered, CancelRequested, CheckpointSaved, LeaveAsked, LeaveDue, LeaveWithdrawn, NodesAcquired, Submitted
-from recovery.ladder import left_with
-from recovery.leaving import NAMED, at_checkpoint, left_out, pending, what_next
-from recovery.model import Ignore, JobState, Leaving, Phase, Relaunch, Slot
-from recovery.policy import preset
+from relaunch.job.claim import as_it_is, claim
+from relaunch.job.decide import may_answer
+from relaunch.job.drain import NAMED, at_checkpoint, left_out, pending, what_next
+from relaunch.job.events import Answered, CancelRequested, CheckpointSaved, LeaveAsked, LeaveDue, LeaveWithdrawn, NodesAcquired, Submitted
+from relaunch.job.ladder import left_with
+from relaunch.job.state import Ignore, JobState, Leaving, Phase, Relaunch, Slot
+from relaunch.spec.policy import preset
 from tests.recovery.builders import T0, at, error, exited, fault, new_job, play, raised, running, step, this, walk
 from tests.recovery.generated import searched
 from tests.recovery.streams import Choice, Move, Run

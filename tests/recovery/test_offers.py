@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from recovery.fleet import settle
-from recovery.fleet.allocate import LOOK_FIRST
-from recovery.fleet.facts import Applied, Claimed, JobsClosed, QuarantineAsked, ReleaseAsked
-from recovery.fleet.messages import Claim, Place
-from recovery.fleet.model import Living
-from recovery.fleet.offers import OFFER_AGAIN, OFFER_HOLDS
-from recovery.fleet.orders import Look, TellOffer
-from recovery.spec import FleetNode
+from relaunch.pool.allocate import LOOK_FIRST
+from relaunch.pool.facts import Applied, Claimed, JobsClosed, QuarantineAsked, ReleaseAsked
+from relaunch.pool.messages import Claim, Place
+from relaunch.pool.offers import OFFER_AGAIN, OFFER_HOLDS
+from relaunch.pool.orders import Look, TellOffer
+from relaunch.pool.scheduler import settle
+from relaunch.pool.state import Living
+from relaunch.spec.fleet import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
 
 FOUR = nodes("n1", "n2", "n3", "n4")

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from recovery.decide import decide
-from recovery.events import (
+from relaunch.job.apply import absorb, resubmit
+from relaunch.job.decide import decide
+from relaunch.job.events import (
     DeadlinePassed,
     Launched,
     LaunchFailed,
@@ -22,9 +23,7 @@ from recovery.events import (
     RanksStopped,
     RanksSucceeded,
 )
-from recovery.evolve import absorb, resubmit
-from recovery.model import Ask, JobState, Phase, Slot, Wait
-from recovery.places import (
+from relaunch.job.places import (
     MOVED,
     Place,
     StartedPlaces,
@@ -35,6 +34,7 @@ from recovery.places import (
     parse_place,
     record_places,
 )
+from relaunch.job.state import Ask, JobState, Phase, Slot, Wait
 from tests.recovery.builders import T0, new_job, play
 
 TOLD: dict[str, Any] = {"machine": "f29984fb3bef03b3", "boot_id": "9df949fd-71a9", "uid": 1000, "state": "0ff05658b13ac7aa"}

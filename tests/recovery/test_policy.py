@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from converter import shared_converter
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.policy import (
+from relaunch.converter import shared_converter
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.fields import duration
+from relaunch.spec.policy import (
     HangLimits,
     Policy,
     Rung,
@@ -23,7 +24,6 @@ from recovery.policy import (
     preset_names,
     resolve,
 )
-from recovery.spec import duration
 
 PRESETS = ("default", "ecs-reboot-once", "gputasker", "modelarts", "torchelastic")
 EXAMPLE = {

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converter import shared_converter
-from recovery.causes import Cause
-from recovery.decide import decide
-from recovery.events import (
+from relaunch.converter import shared_converter
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.evidence.observations import Observation
+from relaunch.job.apply import absorb, evolve
+from relaunch.job.decide import decide
+from relaunch.job.events import (
     DeadlinePassed,
     Event,
     FaultObserved,
@@ -30,11 +33,8 @@ from recovery.events import (
     RetryRequested,
     StepReached,
 )
-from recovery.evidence import Verdict
-from recovery.evolve import absorb, evolve
-from recovery.model import Ignore, JobState, Phase, Relaunch, Repair, Try
-from recovery.observations import Observation
-from recovery.policy import Policy, Rung, Strategy, preset, preset_names
+from relaunch.job.state import Ignore, JobState, Phase, Relaunch, Repair, Try
+from relaunch.spec.policy import Policy, Rung, Strategy, preset, preset_names
 from tests.recovery.generated import NUMBER, OFTEN, PRESETS, anything, likely, moves, policies, searched, written
 from tests.recovery.streams import ENDINGS, INVENTORY, PAUSES, Choice, Move, Root, Run, Turn, echo
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from recovery.model import Slot, Token
-from recovery.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
+from relaunch.generation import Token
+from relaunch.job.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
+from relaunch.job.state import Slot
 from tests.recovery.builders import running, spec
 
 TOKEN = Token("default", "llama", 1000, 3)

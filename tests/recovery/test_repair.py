@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from converter import shared_converter
-from recovery.catalog import catalog
-from recovery.evidence import Verdict
-from recovery.policy import Strategy
-from recovery.repair import (
+from relaunch.converter import shared_converter
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.findings import Verdict
+from relaunch.repair.machine import (
     Answered,
     AskPerson,
     CancelAsked,
@@ -40,6 +39,7 @@ from recovery.repair import (
     learn,
     next_step,
 )
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
 from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, disk, gpu, journal, nvml, probe
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from recovery.evidence import Verdict
-from recovery.policy import Strategy
-from recovery.repair import (
+from relaunch.evidence.findings import Verdict
+from relaunch.repair.machine import (
     Answered,
     AskPerson,
     CancelAsked,
@@ -34,6 +33,7 @@ from recovery.repair import (
     begin,
     next_step,
 )
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
 from tests.recovery.nodes import bus, journal, probe
 from tests.recovery.test_repair import BOOTED, PASSED_AFTER_BOOT, REBOOT_OK, SAME, end, refusal, rules, then, told

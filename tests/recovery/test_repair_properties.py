@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from recovery.catalog import catalog
-from recovery.evidence import Verdict
-from recovery.policy import Strategy
-from recovery.repair import (
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.findings import Verdict
+from relaunch.repair.machine import (
     Answered,
     AskPerson,
     CancelAsked,
@@ -42,6 +41,7 @@ from recovery.repair import (
     learn,
     next_step,
 )
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import T0
 from tests.recovery.generated import searched
 from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, gpu, journal, nvml, probe

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from recovery.decide import decide
-from recovery.events import (
+from relaunch.evidence.findings import Verdict
+from relaunch.job.apply import absorb, evolve
+from relaunch.job.decide import decide
+from relaunch.job.events import (
     CancelRequested,
     Event,
     FaultObserved,
@@ -25,11 +27,9 @@ from recovery.events import (
     RetryRequested,
     Submitted,
 )
-from recovery.evidence import Verdict
-from recovery.evolve import absorb, evolve
-from recovery.model import Decision, Diagnosis, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Slot, Stop, Try, Wait
-from recovery.policy import Policy, Strategy, preset
-from recovery.replay import CURRENT, Replayed, Step, difference, named, rehearse, replay
+from relaunch.job.replay import CURRENT, Replayed, Step, difference, named, rehearse, replay
+from relaunch.job.state import Decision, Diagnosis, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Slot, Stop, Try, Wait
+from relaunch.spec.policy import Policy, Strategy, preset
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, suspected
 
 SLOTS = (Slot("n1", "10.0.0.1", 1, 1), Slot("n2", "10.0.0.2", 1, 1))

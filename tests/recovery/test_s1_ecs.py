@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from recovery.events import (
+from relaunch.evidence.observations import RanksVanished
+from relaunch.job.apply import finish, resubmit
+from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
     FaultObserved,
@@ -22,10 +24,8 @@ from recovery.events import (
     RepairEnded,
     StepReached,
 )
-from recovery.evolve import finish, resubmit
-from recovery.model import JobState, Phase, Relaunch
-from recovery.observations import RanksVanished
-from recovery.policy import Strategy, preset
+from relaunch.job.state import JobState, Phase, Relaunch
+from relaunch.spec.policy import Strategy, preset
 from tests.recovery.builders import (
     T0,
     Turn,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from recovery.events import (
+from relaunch.job.apply import finish
+from relaunch.job.events import (
     CancelRequested,
     DeadlinePassed,
     Launched,
@@ -19,10 +20,9 @@ from recovery.events import (
     RetryRequested,
     Submitted,
 )
-from recovery.evolve import finish
-from recovery.fencing import safe_after
-from recovery.model import JobState, Phase, Relaunch, Slot
-from recovery.policy import preset
+from relaunch.job.fencing import safe_after
+from relaunch.job.state import JobState, Phase, Relaunch, Slot
+from relaunch.spec.policy import preset
 from tests.recovery.builders import (
     T0,
     Turn,

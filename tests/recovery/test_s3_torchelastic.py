@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from recovery.causes import Cause
-from recovery.events import FaultObserved, LaunchRefused, NodeRefusal, RanksSucceeded, RetryRequested, StepReached
-from recovery.model import JobState, Phase, Relaunch
-from recovery.observations import RanksVanished
-from recovery.policy import Policy, preset, resolve
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.observations import RanksVanished
+from relaunch.job.events import FaultObserved, LaunchRefused, NodeRefusal, RanksSucceeded, RetryRequested, StepReached
+from relaunch.job.state import JobState, Phase, Relaunch
+from relaunch.spec.policy import Policy, preset, resolve
 from tests.recovery.builders import (
     T0,
     Turn,

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from recovery.annotations import annotated
-from recovery.causes import Cause
-from recovery.events import DeadlinePassed, FaultObserved, LaunchFailed, NodesAcquired, StepReached
-from recovery.fleet.messages import Place
-from recovery.model import JobState, Phase, Relaunch, Slot
-from recovery.observations import RanksVanished
-from recovery.policy import Policy, preset, resolve
-from recovery.ranks import rank_environments, seat
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.observations import RanksVanished
+from relaunch.job.events import DeadlinePassed, FaultObserved, LaunchFailed, NodesAcquired, StepReached
+from relaunch.job.ranks import rank_environments, seat
+from relaunch.job.state import JobState, Phase, Relaunch, Slot
+from relaunch.pool.messages import Place
+from relaunch.spec.annotations import annotated
+from relaunch.spec.policy import Policy, preset, resolve
 from tests.recovery.builders import (
     T0,
     Turn,

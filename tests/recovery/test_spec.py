@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from recovery.spec import Duration, FleetLimits, FleetSpec, JobSpec, duration, parse_jumps, parse_reason
+from relaunch.fields import Duration, duration, parse_reason
+from relaunch.spec.fleet import FleetLimits, FleetSpec, parse_jumps
+from relaunch.spec.job import JobSpec
 from tests.recovery.builders import spec
 
 FLEET: dict[str, Any] = {"name": "lab", "backend": "ssh", "nodes": [{"name": "n1", "address": "10.0.0.1"}]}

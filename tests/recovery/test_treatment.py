@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from recovery.catalog import catalog
-from recovery.evidence import Verdict
-from recovery.health import Health, read_health
-from recovery.policy import Strategy
-from recovery.repair_state import Finish, Outcome, RepairState
-from recovery.treatment import AGAIN, Course, Examine, Treat, Treatment, examined, next_treatment, treated
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.findings import Verdict
+from relaunch.evidence.health import Health, read_health
+from relaunch.repair.state import Finish, Outcome, RepairState
+from relaunch.repair.treatment import AGAIN, Course, Examine, Treat, Treatment, examined, next_treatment, treated
+from relaunch.spec.policy import Strategy
 from tests.recovery.builders import at
 from tests.recovery.generated import searched
 from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, disk, gpu, nvml, probe

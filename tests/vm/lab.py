@@ -1,4 +1,4 @@
-"""Two virtual machines, `starter.py up` with a fleet file that names them, and the command line as a person types it.
+"""Two virtual machines, `relaunch up` with a fleet file that names them, and the command line as a person types it.
 
 Nothing here speaks to relaunch but through starter.py.
 """
@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from backends.simulated import Sick
-from backends.simulated.health import diagnosed
 from tests.doubles.install import build_nvml, tell_nvml
+from tests.fakes.nodes import Sick
+from tests.fakes.nodes.health import diagnosed
 from tests.vm.image import ROOT, image
 from tests.vm.machine import ENDS_WITH_US, Machine
 
@@ -39,7 +39,7 @@ ANSWERS_WITHIN = 60
 """Seconds that the worker gives a node for an answer, for the same reason."""
 
 LOOKED_EVERY = 3.0
-"""Seconds: a command of starter.py takes as much of the processor as the machines have too little of."""
+"""Seconds: a command of relaunch takes as much of the processor as the machines have too little of."""
 
 Found = TypeVar("Found")
 

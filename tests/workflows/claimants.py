@@ -14,15 +14,16 @@ from temporalio import workflow
 from temporalio.client import WorkflowHandle
 from temporalio.worker import Worker
 
-from activities.job import JobActivities, LaunchRanksInput, LaunchRanksOutput
-from recovery.fleet.messages import Claim, Grant, Place
-from recovery.fleet.model import FleetState
-from recovery.model import Slot, Token
-from recovery.spec import JobSpec
+from relaunch.activities.launch import JobActivities, LaunchRanksInput, LaunchRanksOutput
+from relaunch.generation import Token
+from relaunch.job.state import Slot
+from relaunch.messages.jobs import WORKFLOW_ID_PREFIX
+from relaunch.pool.messages import Claim, Grant, Place
+from relaunch.pool.state import FleetState
+from relaunch.spec.job import JobSpec
+from relaunch.workflows.fleet.workflow import Fleet
 from tests.activities.harness import environment
 from tests.workflows.rig import PATIENCE, Rig, policy
-from workflows.fleet import Fleet
-from workflows.messages import WORKFLOW_ID_PREFIX
 
 GRANT: TypeAdapter[Grant] = TypeAdapter(Grant)
 

@@ -14,7 +14,7 @@ from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest
 from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
-from connection import SEARCH_ATTRIBUTES, data_converter, ensure_namespace
+from relaunch.temporal import SEARCH_ATTRIBUTES, data_converter, ensure_namespace
 from tests.workflows.rig import Rig, rig
 
 ROOT = Path(__file__).parents[2]

@@ -17,23 +17,24 @@ from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
-from activities.fleet import FleetActivities, TellFleetInput
-from activities.job import JobActivities
-from activities.logs import LogActivities
-from activities.node import NodeActivities
-from activities.people import PeopleActivities
-from activities.records import RecordActivities
-from activities.watch import WatchActivities
-from backends.simulated import ManualClock, Script, SimulatedBackend
-from connection import data_converter
-from recovery.model import JobState, Phase
-from recovery.policy import Policy, resolve
-from recovery.spec import FleetSpec, JobSpec
+from relaunch.activities.examine import NodeActivities
+from relaunch.activities.fleet import FleetActivities, TellFleetInput
+from relaunch.activities.launch import JobActivities
+from relaunch.activities.logs import LogActivities
+from relaunch.activities.notify import PeopleActivities
+from relaunch.activities.records import RecordActivities
+from relaunch.activities.watch import WatchActivities
+from relaunch.job.state import JobState, Phase
+from relaunch.messages.jobs import FLEET_ID_PREFIX, JobResult, TrainingJobInput
+from relaunch.spec.fleet import FleetSpec
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Policy, resolve
+from relaunch.temporal import data_converter
+from relaunch.workflows.fleet.workflow import Fleet
+from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.training_job.workflow import TrainingJob
+from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants
-from workflows.fleet import Fleet
-from workflows.messages import FLEET_ID_PREFIX, JobResult, TrainingJobInput
-from workflows.node_repair import NodeRepair
-from workflows.training_job import TrainingJob
 
 PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""

@@ -10,23 +10,24 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowHistory
 
-from activities.gang import Gang
-from activities.job import LaunchRanksInput, PreparedNode
-from activities.reports import WatchRanksInput, WatchReport
-from backends.simulated import Exit, Progress, Script
-from connection import data_converter
-from recovery.decide import decide
-from recovery.events import FaultObserved, NodesAcquired, NodeUnreachable, RanksHung, Submitted
-from recovery.evolve import absorb, evolve
-from recovery.hang import Pace
-from recovery.model import JobState, Phase, Slot, Token
-from recovery.observations import RankError, RankExited
+from relaunch.activities.gang import Gang
+from relaunch.activities.launch import LaunchRanksInput, PreparedNode
+from relaunch.activities.reports import WatchRanksInput, WatchReport
+from relaunch.evidence.observations import RankError, RankExited
+from relaunch.generation import Token
+from relaunch.job.apply import absorb, evolve
+from relaunch.job.decide import decide
+from relaunch.job.events import FaultObserved, NodesAcquired, NodeUnreachable, RanksHung, Submitted
+from relaunch.job.hang import Pace
+from relaunch.job.state import JobState, Phase, Slot
+from relaunch.messages.jobs import Carried, TrainingJobInput
+from relaunch.temporal import data_converter
+from relaunch.workflows.training_job.commands import SHARD, start_orders
+from relaunch.workflows.training_job.workflow import KEPT_INCIDENTS
+from tests.fakes.nodes import Exit, Progress, Script
 from tests.recovery.builders import T0, new_job, play
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
-from workflows.messages import Carried, TrainingJobInput
-from workflows.orders import SHARD, start_orders
-from workflows.training_job import KEPT_INCIDENTS
 
 NODES, RANKS = 2048, 8
 KIB, MIB = 1024, 1024 * 1024

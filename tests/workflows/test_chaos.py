@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from backends.simulated import Chaos, Exit, Progress, Script
-from recovery.model import Phase
+from relaunch.job.state import Phase
+from tests.fakes.nodes import Chaos, Exit, Progress, Script
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
 

@@ -11,12 +11,12 @@ from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client
 
-from activities.records import read_archive
-from backends.simulated import Exit, Progress, Script
-from recovery.model import Phase
+from relaunch.activities.records import read_archive
+from relaunch.job.state import Phase
+from relaunch.workflows.training_job.workflow import TrainingJob
+from tests.fakes.nodes import Exit, Progress, Script
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, policy
-from workflows.training_job import TrainingJob
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALWAYS = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}

@@ -13,10 +13,10 @@ from temporalio import activity
 from temporalio.client import WorkflowExecutionStatus, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 
-from activities.job import JobActivities
-from activities.stopping import StopRanksInput, StopRanksOutput
-from backends.simulated import Cut, Exit, Fault, Lingers, Progress, Script
-from recovery.model import JobState, Phase
+from relaunch.activities.launch import JobActivities
+from relaunch.activities.stop import StopRanksInput, StopRanksOutput
+from relaunch.job.state import JobState, Phase
+from tests.fakes.nodes import Cut, Exit, Fault, Lingers, Progress, Script
 from tests.invariants import alive
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy

@@ -13,13 +13,13 @@ import pytest
 from temporalio import activity
 from temporalio.client import Client
 
-import recovery.fencing
-import recovery.fleet
-import workflows.fleet
-from activities.fleet import FleetActivities, TellFleetInput
-from backends.simulated import Exit, Progress, Script, SimulatedBackend
-from recovery.fleet.model import FleetState
-from recovery.model import JobState, Phase
+import relaunch.job.fencing
+import relaunch.pool.scheduler
+import relaunch.workflows.fleet.workflow
+from relaunch.activities.fleet import FleetActivities, TellFleetInput
+from relaunch.job.state import JobState, Phase
+from relaunch.pool.state import FleetState
+from tests.fakes.nodes import Exit, Progress, Script, SimulatedBackend
 from tests.invariants import assert_invariants
 from tests.workflows.claimants import claimants, fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
@@ -34,8 +34,8 @@ SOON: dict[str, Any] = {"grow_after": "1s"}
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
-    for module in (recovery.fleet, workflows.fleet):  # how soon it is seen that a node is back
+    monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
+    for module in (relaunch.pool.scheduler, relaunch.workflows.fleet.workflow):  # how soon it is seen that a node is back
         monkeypatch.setattr(module, "SWEEP", timedelta(seconds=3))
 
 

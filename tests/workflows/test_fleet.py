@@ -13,13 +13,13 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.exceptions import ApplicationError
 
-from activities.fleet import FleetActivities
-from backends.simulated import Script, Sick, Takes
-from recovery.causes import Cause
-from recovery.evidence import Verdict
-from recovery.fleet.messages import Suspect
-from recovery.fleet.model import FleetState, Standing
-from recovery.spec import FleetNode
+from relaunch.activities.fleet import FleetActivities
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.messages import Suspect
+from relaunch.pool.state import FleetState, Standing
+from relaunch.spec.fleet import FleetNode
+from tests.fakes.nodes import Script, Sick, Takes
 from tests.workflows.claimants import claimants, eventually, fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from recovery.fleet.inventory import GpuUse, Inventory
-from recovery.fleet.messages import Claim, PermitRequest, Place, Withdraw
-from recovery.fleet.model import Breaker, ClaimRecord, FleetState, NodeLook, NodeRecord, Offered, Standing
-from recovery.model import Leaving, Phase
-from recovery.spec import FleetNode
+from relaunch.job.state import Leaving, Phase
+from relaunch.pool.inventory import GpuUse, Inventory
+from relaunch.pool.messages import Claim, PermitRequest, Place, Withdraw
+from relaunch.pool.state import Breaker, ClaimRecord, FleetState, NodeLook, NodeRecord, Offered, Standing
+from relaunch.spec.fleet import FleetNode
+from relaunch.workflows.fleet.details import fleet_details
+from relaunch.workflows.search_attributes import DETAILS_LIMIT, current_details
 from tests.recovery.builders import running
-from workflows.fleet_details import fleet_details
-from workflows.search_attributes import DETAILS_LIMIT, current_details
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 AGO = NOW - timedelta(minutes=12)
@@ -44,7 +44,7 @@ def test_an_open_breaker_and_a_pause_come_first_and_say_how_they_are_ended() -> 
     breaker = Breaker("9 of 32 nodes are out, nodes_out is 25%", AGO, "the cooling is mended (grace)", AGO)
     lines = page(fleet(node("n1"), breaker=breaker))
     assert lines[2].startswith("**THE BREAKER IS OPEN since 2026-11-21 02:48:00 UTC** 9 of 32 nodes are out, nodes_out is 25%.")
-    assert "starter.py nodes resume" in lines[2]
+    assert "relaunch nodes resume" in lines[2]
     assert lines[4].startswith("**Repairs are paused since 2026-11-21 02:48:00 UTC** the cooling is mended (grace).")
     assert not any("**Breaker** closed" in line for line in lines)
 
@@ -106,7 +106,7 @@ def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_neede
     state = fleet(*nodes, claims=claims, notices=(reason,) * 64, breaker=Breaker(reason, AGO))
     text = "\n".join(page(state))
     assert len(text.encode()) <= DETAILS_LIMIT + 10
-    assert "starter.py nodes resume" in text
+    assert "relaunch nodes resume" in text
     assert "- and 2032 more: the query `state` has them" in text
 
 

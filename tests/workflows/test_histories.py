@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from temporalio.client import WorkflowHistory
 
-from backends.simulated import Cut, Exit, KeeperDies, Progress, Script, Sick, error_file
-from recovery.policy import Policy
+from relaunch.spec.policy import Policy
+from tests.fakes.nodes import Cut, Exit, KeeperDies, Progress, Script, Sick, error_file
 from tests.workflows.rig import policy, replay, rig
 
 HISTORIES = Path(__file__).parents[1] / "histories"

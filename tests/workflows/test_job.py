@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from temporalio.client import WorkflowExecutionStatus
 
-from backends.base import PrepareOrder, StartOrder
-from backends.simulated import Exit, Fault, KeeperDies, Progress, Refuse, Script, error_file
-from recovery.causes import Cause
-from recovery.model import Phase
+from relaunch.backends.base import PrepareOrder, StartOrder
+from relaunch.evidence.causes import Cause
+from relaunch.job.state import Phase
+from tests.fakes.nodes import Exit, Fault, KeeperDies, Progress, Refuse, Script, error_file
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from activities.fleet import ClosedJobsInput, FleetActivities
-from backends.simulated import Exit, KeeperDies, Progress, Script, Sick, Stranger
-from backends.simulated.health import bus_id
-from recovery.causes import Cause
-from recovery.fleet.messages import Claim
-from recovery.fleet.model import FleetState, Standing
-from recovery.model import Phase
+from relaunch.activities.fleet import ClosedJobsInput, FleetActivities
+from relaunch.evidence.causes import Cause
+from relaunch.job.state import Phase
+from relaunch.pool.messages import Claim
+from relaunch.pool.state import FleetState, Standing
 from tests.activities.harness import environment
+from tests.fakes.nodes import Exit, KeeperDies, Progress, Script, Sick, Stranger
+from tests.fakes.nodes.health import bus_id
 from tests.workflows.claimants import fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy

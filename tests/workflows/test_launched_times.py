@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 
-import activities.stopping
-import recovery.fencing
-from backends.simulated import Progress, Script
-from recovery.model import JobState, Phase
+import relaunch.activities.stop
+import relaunch.job.fencing
+from relaunch.job.state import JobState, Phase
+from tests.fakes.nodes import Progress, Script
 from tests.invariants import alive
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy
@@ -22,8 +22,8 @@ RUNS = Script((Progress(rate=20.0, hangs=True),))
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(seconds=1))
-    monkeypatch.setattr(activities.stopping, "LOOK_AGAIN", 0.2)
+    monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=1))
+    monkeypatch.setattr(relaunch.activities.stop, "LOOK_AGAIN", 0.2)
 
 
 async def renewed(rig: Rig, job: Job) -> JobState:

@@ -11,11 +11,11 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowUpdateFailedError
 
-from backends.simulated import Exit, Progress, Script, Sick
-from backends.simulated.health import bus_id
-from console.jobs import look
-from recovery.fleet.model import FleetState, Standing
-from recovery.model import JobState, Phase
+from relaunch.cli.jobs import look
+from relaunch.job.state import JobState, Phase
+from relaunch.pool.state import FleetState, Standing
+from tests.fakes.nodes import Exit, Progress, Script, Sick
+from tests.fakes.nodes.health import bus_id
 from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, policy

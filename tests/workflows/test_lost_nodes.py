@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 
-import recovery.fencing
-from backends.simulated import Cut, Exit, Progress, Script
-from recovery.fencing import fence_wait
-from recovery.model import Phase
+import relaunch.job.fencing
+from relaunch.job.fencing import fence_wait
+from relaunch.job.state import Phase
+from tests.fakes.nodes import Cut, Exit, Progress, Script
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig, policy
 
@@ -22,7 +22,7 @@ HANG = {"after": "1s", "first_step": "60s"}
 
 @pytest.fixture(autouse=True)
 def short_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
+    monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
 
 
 def stopped(rig: Rig) -> list[tuple[str, int]]:

@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import pytest
 
-import activities.job
-import recovery.fencing
-from backends.simulated import Progress, Script
-from recovery.fencing import fence_wait
-from recovery.model import Phase
+import relaunch.activities.launch
+import relaunch.job.fencing
+from relaunch.job.fencing import fence_wait
+from relaunch.job.state import Phase
+from tests.fakes.nodes import Progress, Script
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig, policy
 
@@ -22,8 +22,8 @@ ELSEWHERE = "answers, but from another machine than the one generation 1 was sta
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
-    monkeypatch.setattr(activities.job, "LAUNCH_RETRY_DELAY", timedelta(milliseconds=50))
+    monkeypatch.setattr(relaunch.job.fencing, "FENCE_MARGIN", timedelta(seconds=0.5))
+    monkeypatch.setattr(relaunch.activities.launch, "LAUNCH_RETRY_DELAY", timedelta(milliseconds=50))
 
 
 def ends(rig: Rig, generation: int = 1) -> dict[str, float]:

@@ -15,20 +15,20 @@ import pytest
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-import recovery.repair
-from activities.node import NodeActivities
-from backends import local_power
-from backends.artifact import build_agent
-from backends.local import LocalBackend, cut, heal
-from recovery import repair_power
-from recovery.evidence import Verdict
-from recovery.policy import Strategy
-from recovery.repair_state import RepairState, Stage
-from recovery.spec import FleetNode, FleetSpec, Power
+import relaunch.repair.machine
+from relaunch.activities.examine import NodeActivities
+from relaunch.backends import local_power
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.local import LocalBackend, cut, heal
+from relaunch.evidence.findings import Verdict
+from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
+from relaunch.repair import power as repair_power
+from relaunch.repair.state import RepairState, Stage
+from relaunch.spec.fleet import FleetNode, FleetSpec, Power
+from relaunch.spec.policy import Strategy
+from relaunch.workflows.node_repair.workflow import NodeRepair
 from tests.workflows.rig import replay
 from tests.workflows.test_treatment import Told, allows
-from workflows.messages import NodeRepairInput, NodeRepairResult
-from workflows.node_repair import NodeRepair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PATIENCE = 180.0
@@ -274,7 +274,7 @@ async def test_a_node_without_a_power_command_is_refused_one(server: Client, tmp
 async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_again(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery.repair, "POWER_WITHIN", timedelta(seconds=1))
+    monkeypatch.setattr(relaunch.repair.machine, "POWER_WITHIN", timedelta(seconds=1))
 
     def hangs(state: Path, folder: Path) -> tuple[str, ...]:
         return ("/bin/sh", "-c", f"echo $$ >> '{state / 'ran'}'; sleep 600 & wait")

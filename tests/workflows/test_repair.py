@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
 
-from backends.simulated import DiagHangs, Exit, Fault, Progress, RebootFails, RebootHangs, Script, Sick, Takes
-from backends.simulated.health import bus_id
-from recovery.evidence import Verdict
-from recovery.model import Phase
-from recovery.policy import Policy, Strategy
+from relaunch.evidence.findings import Verdict
+from relaunch.job.state import Phase
+from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
+from relaunch.spec.policy import Policy, Strategy
 from tests.backends.upkeep_invariants import assert_upkeep
+from tests.fakes.nodes import DiagHangs, Exit, Fault, Progress, RebootFails, RebootHangs, Script, Sick, Takes
+from tests.fakes.nodes.health import bus_id
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import PATIENCE, Job, Rig, policy
-from workflows.messages import NodeRepairInput, NodeRepairResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 FAILS = Exit(generation=1, node="n2", rank=2, exit_code=1, after=0.2)

@@ -6,10 +6,10 @@ import uuid
 
 import pytest
 
-from backends.simulated import Exit, Progress, Script, Sick
-from backends.simulated.health import bus_id
-from recovery.fleet.model import Standing
-from recovery.model import Phase
+from relaunch.job.state import Phase
+from relaunch.pool.state import Standing
+from tests.fakes.nodes import Exit, Progress, Script, Sick
+from tests.fakes.nodes.health import bus_id
 from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 from temporalio.client import Client
 
-from activities.task_events import TaskEvents
-from backends.base import TaskEvent, TaskMessage, Unreachable
-from recovery.model import Phase, Token
+from relaunch.activities.task_events import TaskEvents
+from relaunch.backends.base import TaskEvent, TaskMessage, Unreachable
+from relaunch.generation import Token
+from relaunch.job.state import Phase
 from tests.backends.slow_link import Way, slow_links
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job
@@ -91,7 +92,7 @@ async def test_S1_9_nobody_is_told_of_what_is_followed_here_or_is_nobodys(make_r
 
 
 async def test_S1_9_an_event_stays_in_the_queue_while_the_server_is_away(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("activities.task_events.SIGNAL_WITHIN", 0.5)
+    monkeypatch.setattr("relaunch.activities.task_events.SIGNAL_WITHIN", 0.5)
     host, _, port = server.service_client.config.target_host.rpartition(":")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -17,22 +17,22 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-import activities.node
-from activities.fleet import FLEET_UNKNOWN, TellFleetInput
-from activities.node import NodeActivities, RepairOrder
-from backends.simulated import Cut, Fault, ResetFails, Script, Sick, SimulatedBackend, Takes
-from backends.simulated.script import Happening
-from recovery.evidence import Verdict
-from recovery.fleet.messages import Permit
-from recovery.policy import Strategy
-from recovery.repair_state import Fact, Stage
-from recovery.spec import FleetNode, FleetSpec
+import relaunch.activities.examine
+from relaunch.activities.examine import NodeActivities, RepairOrder
+from relaunch.activities.fleet import FLEET_UNKNOWN, TellFleetInput
+from relaunch.evidence.findings import Verdict
+from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
+from relaunch.pool.messages import Permit
+from relaunch.repair.state import Fact, Stage
+from relaunch.spec.fleet import FleetNode, FleetSpec
+from relaunch.spec.policy import Strategy
+from relaunch.workflows.node_repair.workflow import NodeRepair
 from tests.backends.upkeep_invariants import assert_upkeep
+from tests.fakes.nodes import Cut, Fault, ResetFails, Script, Sick, SimulatedBackend, Takes
+from tests.fakes.nodes.script import Happening
 from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import replay
-from workflows.messages import NodeRepairInput, NodeRepairResult
-from workflows.node_repair import NodeRepair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PATIENCE = 120.0
@@ -250,7 +250,7 @@ async def test_a_node_gets_what_its_examination_calls_for_and_then_what_comes_ab
 async def test_nothing_is_done_to_a_node_that_can_never_be_examined(
     skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch, happening: Happening, because: str
 ) -> None:
-    monkeypatch.setattr(activities.node, "PROBE_AGAIN", 0.01)
+    monkeypatch.setattr(relaunch.activities.examine, "PROBE_AGAIN", 0.01)
     async with world(skipping.client, happening) as one:
         begun = await skipping.get_current_time()
         ended = await one.ended()
@@ -263,7 +263,7 @@ async def test_nothing_is_done_to_a_node_that_can_never_be_examined(
 async def test_a_node_that_answers_the_second_time_is_judged_by_that(
     skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activities.node, "PROBE_AGAIN", 0.01)
+    monkeypatch.setattr(relaunch.activities.examine, "PROBE_AGAIN", 0.01)
     lost = tuple(Fault(kind="lose_answer", command="probe", nth=number) for number in (1, 2, 3))
     async with world(skipping.client, faults=lost) as one:
         assert (await one.ended()).outcome == "done"

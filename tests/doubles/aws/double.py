@@ -286,7 +286,7 @@ class AwsDouble:
 
     def _agent_path(self) -> Path:
         if self._agent is None:
-            from backends.artifact import build_agent
+            from relaunch.backends.artifact import build_agent
 
             self._agent = build_agent(self.folder / "agent")
         return self._agent

@@ -1,0 +1,215 @@
+"""What is asked of one node by itself: how is it, and the orders of a repair. Which of them when is `relaunch.repair.machine`'s to say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from relaunch.activities.power import cycle_power
+from relaunch.activities.stop import beating
+from relaunch.backends.base import Backend, BackendError, CyclesPower, Fleets, Refused, identity
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.health import Health, read_health
+from relaunch.job.state import ExaminedNode
+from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
+from relaunch.repair.state import Diagnosed, Fact, NoAnswer, OrderDone, OrderRefused, Probed
+
+PROBE_WITHIN = 20.0
+"""Seconds for a probe; a healthy node needs less than one, a driver that hangs is given up on the node after ten."""
+DIAGNOSE_WITHIN = {1: timedelta(minutes=3), 2: timedelta(minutes=15), 3: timedelta(minutes=60)}
+"""What a level may take, some six times of what NVIDIA's documentation says it does: `dcgmi diag` itself knows no limit."""
+PROBES = 3
+PROBE_AGAIN = 2.0
+"""Seconds. One lost answer is no news about a node."""
+AT_ONCE = 64
+"""Examinations in flight: each is a session and minutes of DCGM on its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInput:
+    fleet: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTerms:
+    """What the fleet file says about repairing a node."""
+
+    repairs: Literal["act", "ask", "observe"]
+    gpus: int
+    unknown: str = ""
+    """Why there is no such node here; empty: there is."""
+    power: bool = False
+    """It has a command that cycles the node's power."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairOrder:
+    """One step of a repair, for one node."""
+
+    fleet: str
+    node: str
+    id: str
+    verb: str
+    """probe, diagnose, reset-gpus, reboot or power-cycle."""
+    within: timedelta
+    boot_id: str = ""
+    gpus: tuple[str, ...] = ()
+    level: int = 0
+    because: str = ""
+    kernel_since: timedelta | None = None
+
+
+class NodeActivities:
+    def __init__(self, fleets: Fleets) -> None:
+        self._fleets = fleets
+
+    @activity.defn
+    async def examine_nodes(self, input: ExamineNodesInput) -> tuple[ExaminedNode, ...]:
+        """Examine nodes whose GPUs are free. Every node that was asked about is answered for; who does not answer is UNKNOWN."""
+        healths = await self._examine(input)
+        return tuple(ExaminedNode(node, health.verdict, health.because) for node, health in healths)
+
+    @activity.defn
+    async def check_nodes(self, input: ExamineNodesInput) -> tuple[NodeHealth, ...]:
+        """The same for a person, with all that was found. No node named: all of the fleet."""
+        try:
+            backend = self._fleets.backend(input.fleet)
+            names = input.nodes or tuple(node.name for node in self._fleets.spec(input.fleet).nodes)
+        except KeyError as error:
+            raise ApplicationError(str(error.args[0]), type="BadInput", non_retryable=True) from None
+        known = {node.name for node in self._fleets.spec(input.fleet).nodes}
+        if unknown := [name for name in names if name not in known]:
+            raise ApplicationError(f"fleet {input.fleet} has no node {unknown[0]}", type="BadInput", non_retryable=True)
+        found = await self._examine(replace(input, nodes=names))
+        return tuple(NodeHealth(node, backend.node(node).gpus, health) for node, health in found)
+
+    async def _examine(self, input: ExamineNodesInput) -> list[tuple[str, Health]]:
+        backend = self._fleets.backend(input.fleet)
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(node: str) -> tuple[str, Health]:
+            async with gate:
+                return node, await _examine(backend, node, input)
+
+        async with beating() as shown:
+            shown.append({"examining": list(input.nodes[:8]), "nodes": len(input.nodes)})
+            return await asyncio.gather(*(one(node) for node in input.nodes))
+
+    @activity.defn
+    async def read_terms(self, input: NodeInput) -> NodeTerms:
+        try:
+            spec, backend = self._fleets.spec(input.fleet), self._fleets.backend(input.fleet)
+        except KeyError as error:
+            return NodeTerms("observe", 0, str(error.args[0]))
+        if input.node not in {node.name for node in spec.nodes}:
+            return NodeTerms("observe", 0, f"fleet {input.fleet} has no node {input.node}")
+        node = backend.node(input.node)
+        return NodeTerms(spec.repairs, node.gpus, power=node.power is not None or isinstance(backend, CyclesPower))
+
+    @activity.defn
+    async def order_repair(self, order: RepairOrder) -> Fact:
+        """Carry out one step, once: whoever gets no answer looks before it orders again."""
+        backend = self._fleets.backend(order.fleet)
+        async with beating():
+            try:
+                return await _carry_out(backend, order)
+            except BackendError as error:
+                return NoAnswer(error.because)
+
+
+async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
+    within, fleet = order.within.total_seconds(), _identity(backend, order.fleet)
+    answer: Mapping[str, Any] | Refused
+    match order.verb:
+        case "probe":
+            return Probed(await _exchange(backend, order.node, within, order.kernel_since))
+        case "diagnose":
+            return Diagnosed(await _diagnose(backend, order.node, order.id, order.level, order.within, fleet))
+        case "reset-gpus":
+            answer = await backend.reset_gpus(order.node, order.id, order.boot_id, order.gpus, within, fleet)
+        case "reboot":
+            answer = await backend.reboot(order.node, order.id, order.boot_id, order.because, fleet)
+        case "power-cycle":
+            power = backend.node(order.node).power
+            if power is None and isinstance(backend, CyclesPower):
+                return OrderDone(dict(await backend.cycle_power(order.node, order.id, within)))
+            return await cycle_power(order.node, power, within)
+        case _:
+            raise ValueError(f"{order.verb!r} is no step of a repair")
+    if isinstance(answer, Refused):
+        return OrderRefused(answer.why, answer.because, answer.boot_id)
+    return OrderDone(dict(answer))
+
+
+async def _exchange(backend: Backend, node: str, within: float, kernel_since: timedelta | None) -> dict[str, Any]:
+    """Probe a node, and note when that was by the clock here: the offset of the node's is judged by it."""
+    sent = time.time()
+    answer = await backend.probe(node, within, _seconds(kernel_since))
+    return {**answer, "exchange": {"sent": sent, "received": time.time()}}
+
+
+def _identity(backend: Backend, fleet: str) -> str:
+    return identity(activity.info().namespace, fleet, backend.server)
+
+
+async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: timedelta, fleet: str) -> dict[str, Any]:
+    """Run DCGM, anew where the connection broke. Where the node is still held by this very order, that one is waited for.
+
+    Raises:
+        BackendError: no answer, several times.
+    """
+    ends = datetime.now(UTC) + within
+    unanswered = 0
+    while True:
+        left = max(1.0, (ends - datetime.now(UTC)).total_seconds())
+        try:
+            answer = await backend.diagnose(node, id_, level, left, fleet)
+        except BackendError:
+            unanswered += 1
+            if unanswered == PROBES or left <= 1.0:
+                raise
+        else:
+            if not isinstance(answer, Refused):
+                return dict(answer)
+            if answer.why != "held" or answer.held_by != id_ or left <= 1.0:
+                return {"refused": answer.why, "because": answer.because}
+        await asyncio.sleep(PROBE_AGAIN)
+
+
+def _seconds(span: timedelta | None) -> float | None:
+    return None if span is None else span.total_seconds()
+
+
+async def _examine(backend: Backend, node: str, input: ExamineNodesInput) -> Health:
+    expected = backend.node(node).gpus
+    ends = datetime.now(UTC) + input.within
+    facts, unread = await _probe(backend, node, input.kernel_since)
+    diag: dict[str, Any] | None = None
+    level = input.level if expected else 0
+    if facts is not None and level:
+        within = min(DIAGNOSE_WITHIN[level], max(timedelta(seconds=1), ends - datetime.now(UTC) - timedelta(seconds=10)))
+        try:
+            diag = await _diagnose(backend, node, input.id, level, within, _identity(backend, input.fleet))
+        except BackendError as error:
+            diag = {"refused": "no_answer", "because": error.because}
+    return read_health(facts, diag, expected_gpus=expected, level=level, catalog=catalog(input.catalog), unread=unread)
+
+
+async def _probe(backend: Backend, node: str, kernel_since: timedelta | None) -> tuple[Mapping[str, Any] | None, str]:
+    unread = ""
+    for attempt in range(PROBES):
+        if attempt:
+            await asyncio.sleep(PROBE_AGAIN)
+        try:
+            return await _exchange(backend, node, PROBE_WITHIN, kernel_since), ""
+        except BackendError as error:
+            unread = f"{node} does not answer: {error.because}"
+    return None, unread

@@ -1,0 +1,419 @@
+"""What a job asks of its nodes: launch ranks on them, stop ranks and prove them gone."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.exceptions import ApplicationError
+
+from relaunch.activities.stop import StopRanksInput, StopRanksOutput, beating, stop_everywhere
+from relaunch.backends.base import (
+    Backend,
+    BackendError,
+    BelowLauncher,
+    Fleets,
+    Peer,
+    Prepared,
+    PrepareOrder,
+    ProtocolError,
+    Refused,
+    StartOrder,
+    identity,
+)
+from relaunch.generation import Token
+from relaunch.job.events import NodeRefusal
+from relaunch.job.fencing import peers_of
+from relaunch.job.launchers import launcher_command
+from relaunch.job.places import StartedPlaces, find_doubt
+from relaunch.job.ranks import common_environment, processes_of, rank_environments, ranks_of, restart_counts
+from relaunch.job.state import Slot
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Timeouts
+
+LAUNCH_ATTEMPTS = 3
+"""How often a launch is tried while a node does not answer; more would only delay the replacement."""
+LAUNCH_RETRY_DELAY = timedelta(seconds=1)
+AT_ONCE = 256
+"""Calls in flight, so that 2,048 nodes are not 2,048 sockets at the same moment."""
+MAX_GENERATIONS_AHEAD = 1000
+"""That a node may have seen of this submission, where a reset of the workflow has taken its numbers back."""
+MOST_NAMED = 16
+"""Refusals that travel; the rest would say the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRanksInput:
+    token: Token
+    spec: JobSpec
+    slots: tuple[Slot, ...]
+    """Of this shard, by group rank from `first_group_rank`."""
+    timeouts: Timeouts
+    max_restarts: int
+    fences: bool
+    first_group_rank: int = 0
+    prepare_only: bool = False
+    prepared: tuple[PreparedNode, ...] = ()
+    """This shard as it was prepared, where there are several: only start it."""
+    gang: Gang | None = None
+    """All shards together, where there are several."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where older generations may live on these nodes, as far as that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedNode:
+    node: str
+    address: str
+    master_port: int
+    peer_port: int
+    stamp: float
+    nonce: str = field(default="", repr=False)
+    """What the node contributes to the secret; empty where this travels through history."""
+    place: str = ""
+    """`Place.text`, where the node tells one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """What every node has to know of all. Each of 8 shards is sent it in one workflow task, which must stay below 4 MiB."""
+
+    master: tuple[str, int]
+    """Address and port of rank 0."""
+    members: tuple[tuple[str, str, int], ...]
+    """Node, address and peer port, by group rank."""
+    stamp: float
+    """What the first node's preparation answered: its nonce is the secret of this gang only while it is prepared so."""
+
+
+def gang_of(prepared: Sequence[PreparedNode]) -> Gang:
+    members = tuple((node.node, node.address, node.peer_port) for node in prepared)
+    return Gang((prepared[0].address, prepared[0].master_port), members, prepared[0].stamp)
+
+
+def secret_of(token: Token, nonce: str) -> str:
+    """Return the secret of a generation, made of what the node of group rank 0 contributed: a repeated launch has the same one."""
+    return hashlib.sha256(f"{token}|{nonce}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRanksOutput:
+    """Exactly one of: refusals, unreachable nodes, or success."""
+
+    prepared: tuple[PreparedNode, ...] = ()
+    stopped_at: datetime | None = None
+    started_at: datetime | None = None
+    refusals: tuple[NodeRefusal, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    because: str = ""
+    start_sent: bool = False
+    elsewhere: tuple[str, ...] = ()
+    """Those of `unreachable` that answer, but not from where older generations were started."""
+    places: dict[str, str] = field(default_factory=dict)
+    """`Place.text` by node, once `start` was sent to some."""
+
+
+class JobActivities:
+    def __init__(self, fleets: Fleets, client: Client | None) -> None:
+        self._fleets = fleets
+        self._client = client
+
+    @activity.defn
+    async def launch_ranks(self, input: LaunchRanksInput) -> LaunchRanksOutput:
+        """Prepare every node, and when all have answered, start every node. Repeating it changes nothing."""
+        backend = self._fleets.backend(input.spec.fleet)
+        async with beating() as left:
+            left.extend(activity.info().heartbeat_details)
+            try:
+                return await self._launch(backend, input, left)
+            except asyncio.CancelledError:
+                details = activity.cancellation_details()
+                if details is None or not details.cancel_requested:
+                    raise  # this worker ends, and another one goes on
+                # The job, which gave the launch up, has to know where its ranks may live.
+                return LaunchRanksOutput(because="cancelled", start_sent=bool(left), places=_places_of(left))
+
+    async def _launch(self, backend: Backend, input: LaunchRanksInput, left: list[Any]) -> LaunchRanksOutput:
+        """Launch.
+
+        `left` holds what an attempt before this one may have started ranks of: stamps and places.
+        """
+        try:
+            if input.prepared:
+                prepared, stopped_at = input.prepared, datetime.now(UTC)
+            else:
+                prepared = await self._prepare(backend, input)
+                stopped_at = datetime.now(UTC)
+                if input.prepare_only:
+                    # What this returns stands in history, and a secret must not.
+                    return LaunchRanksOutput(prepared=tuple(replace(node, nonce="") for node in prepared), stopped_at=stopped_at)
+        except NodesRefused as error:
+            return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
+        except NodesUnreachable as error:
+            given_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), elsewhere=error.elsewhere)
+            if left:  # an attempt before this one may have started ranks
+                given_up = replace(given_up, start_sent=True, places=_places_of(left))
+            return _retry_or(error, given_up)
+        stamps = {node.node: node.stamp for node in prepared}
+        places = {node.node: node.place for node in prepared if node.place}
+        if left and (anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]):
+            # Its ports and its part of the secret are new, and the others may run with the old ones: two halves of a gang.
+            because = "it had to be prepared again, when other nodes may have been started already"
+            refusals = tuple(NodeRefusal(node, "prepared_again", because) for node in anew[:MOST_NAMED])
+            return LaunchRanksOutput(refusals=refusals, places=_places_of(left), start_sent=True)
+        left[:] = [stamps, places]
+        await self._still_ours(stamps, places)
+        try:
+            await self._start(backend, input, prepared)
+        except NodesRefused as error:
+            return LaunchRanksOutput(refusals=error.refusals, places=places, start_sent=True)
+        except NodesUnreachable as error:
+            given_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=True, places=places)
+            return _retry_or(error, given_up)
+        return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC), places=places)
+
+    async def _still_ours(self, stamps: dict[str, float], places: dict[str, str]) -> None:
+        """Between the rounds, have the server acknowledge that this attempt is the current one, and keep what it is about to start.
+
+        A launcher that was frozen since `prepare` has been replaced meanwhile, and what it prepared may be meant for nobody any more.
+
+        Raises:
+            RPCError: it is not, or the server does not answer; the launch is repeated by whoever is current.
+        """
+        # A failure carries the details that the SDK knows of, and takes the place of those that the server was told.
+        activity.heartbeat(stamps, places)
+        if self._client is not None:
+            await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat(stamps, places)
+
+    async def _prepare(self, backend: Backend, input: LaunchRanksInput) -> tuple[PreparedNode, ...]:
+        orders = {
+            slot.node: _prepare_order(input, _address(backend, slot), input.first_group_rank + index, backend.server)
+            for index, slot in enumerate(input.slots)
+        }
+        answers = await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.prepare(node, orders[node]))
+        _refuse_elsewhere(input.places, answers)
+        return tuple(
+            PreparedNode(
+                slot.node,
+                _address(backend, slot),
+                answer.master_port,
+                answer.peer_port,
+                answer.stamp,
+                answer.nonce,
+                answer.place.text if answer.place else "",
+            )
+            for slot, answer in zip(input.slots, answers, strict=True)
+            if isinstance(answer, Prepared)
+        )
+
+    async def _start(self, backend: Backend, input: LaunchRanksInput, prepared: tuple[PreparedNode, ...]) -> None:
+        spec = input.spec
+        gang = input.gang or gang_of(prepared)
+        secret = await _shared_secret(backend, input, gang, prepared)
+        stamps = {node.node: node.stamp for node in prepared}
+        environment = common_environment(input.token, spec, len(gang.members), input.max_restarts, *gang.master)
+        secrets = _secrets(spec)
+        orders = {}
+        for index, slot in enumerate(input.slots):
+            group_rank = input.first_group_rank + index
+            peers = tuple(Peer(*gang.members[peer]) for peer in peers_of(group_rank, len(gang.members)))
+            command, launched = _commands(input, gang, group_rank)
+            orders[slot.node] = StartOrder(
+                token=input.token,
+                node=slot.node,
+                command=command,
+                workdir=spec.workdir,
+                env=environment,
+                rank_env=rank_environments(group_rank, slot, spec),
+                peers=peers,
+                prepared=stamps[slot.node],
+                secret=secret,
+                fences=input.fences,
+                log_pattern=spec.progress.log_pattern,
+                launched=launched,
+                secrets=secrets,
+                gpus=spec.gpus_per_node,
+                ecs=spec.ecs,
+            )
+        await _on_all(input.token, [slot.node for slot in input.slots], lambda node: backend.start(node, orders[node]))
+
+    @activity.defn
+    async def stop_ranks(self, input: StopRanksInput) -> StopRanksOutput:
+        """Stop the token and all below it on every node. Ends when each is proven gone, or must have fenced itself."""
+        return await stop_everywhere(self._fleets.backend(input.fleet), input)
+
+
+class NodesUnreachable(Exception):
+    def __init__(self, nodes: tuple[str, ...], because: str, elsewhere: tuple[str, ...] = ()) -> None:
+        super().__init__(because)
+        self.nodes = nodes
+        self.elsewhere = elsewhere
+        """Those of `nodes` that answer, but not from where older generations were started."""
+
+
+class NodesRefused(Exception):
+    def __init__(self, refusals: tuple[NodeRefusal, ...]) -> None:
+        super().__init__("; ".join(f"{refusal.node}: {refusal.because}" for refusal in refusals[:4]))
+        self.refusals = refusals
+
+
+Answer = TypeVar("Answer")
+
+
+def _check_highest(refused: Refused, token: Token) -> Refused:
+    """Return a refusal whose `highest` a node may claim: it becomes the number of the next launch.
+
+    Raises:
+        ProtocolError: the job never had that number.
+    """
+    if refused.highest is None:
+        return refused
+    submission, generation = refused.highest
+    own = f"submission {token.submission} generation {token.generation}"
+    claim = f"it refuses {own} of job {token.job} because of submission {submission}"
+    if submission > token.submission:
+        # A server runs one submission of a job at a time, and ends it before the next: while this one runs, it is the last.
+        raise ProtocolError(refused.node, f"{claim}, and the server has had none after {token.submission}")
+    if submission == token.submission and generation > token.generation + MAX_GENERATIONS_AHEAD:
+        raise ProtocolError(
+            refused.node,
+            f"{claim} generation {generation}, more than {MAX_GENERATIONS_AHEAD} ahead of it",
+        )
+    if refused.highest < (token.submission, token.generation):
+        raise ProtocolError(refused.node, f"{claim} generation {generation}, which is below it")
+    return refused
+
+
+async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]) -> list[Answer]:
+    """Call every node at once and return the answers in order.
+
+    Raises:
+        NodesRefused: some refused; what others did is known and repeatable.
+        NodesUnreachable: some did not answer, or what made no sense; none refused.
+    """
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(node: str) -> Answer | Refused | BackendError:
+        async with gate:
+            try:
+                answer = await call(node)
+                return answer if not isinstance(answer, Refused) else _check_highest(answer, token)
+            except BackendError as error:
+                return error
+
+    results = await asyncio.gather(*(one(node) for node in nodes))
+    if refusals := tuple(NodeRefusal(r.node, r.why, r.because, r.highest) for r in results if isinstance(r, Refused)):
+        raise NodesRefused(refusals[:MOST_NAMED])
+    if silent := [r for r in results if isinstance(r, BackendError)]:
+        raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
+    return [r for r in results if not isinstance(r, Refused | BackendError)]
+
+
+def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int, server: str) -> PrepareOrder:
+    timeouts = input.timeouts
+    return PrepareOrder(
+        token=input.token,
+        address=address,
+        ranks=processes_of(group_rank, input.spec),
+        lease=timeouts.lease.total_seconds(),
+        fence_after=timeouts.fence_after.total_seconds(),
+        stop_grace=timeouts.stop_grace.total_seconds(),
+        valid_for=timeouts.valid_for.total_seconds(),
+        heartbeat=timeouts.heartbeat.total_seconds(),
+        fleet=identity(input.token.namespace, input.spec.fleet, server),
+    )
+
+
+async def _shared_secret(backend: Backend, input: LaunchRanksInput, gang: Gang, prepared: Sequence[PreparedNode]) -> str:
+    """Return the secret of the generation.
+
+    Where there are several shards, no shard has the first node's nonce from history: each asks that node for it, by the order that
+    it was prepared with, which it answers again as it did before.
+
+    Raises:
+        NodesRefused: the first node was prepared again since, so that others may have another secret.
+        NodesUnreachable: it does not answer.
+    """
+    if input.gang is None:
+        return secret_of(input.token, prepared[0].nonce)
+    if not backend.fences:
+        return ""
+    node, address, _ = gang.members[0]
+    order = _prepare_order(input, address, 0, backend.server)
+    [answer] = await _on_all(input.token, [node], lambda name: backend.prepare(name, order))
+    assert isinstance(answer, Prepared), "a refusal is raised"
+    if answer.stamp != gang.stamp:
+        because = "it had to be prepared again, when other nodes may have been started already"
+        raise NodesRefused((NodeRefusal(node, "prepared_again", because),))
+    return secret_of(input.token, answer.nonce)
+
+
+def _places_of(left: list[Any]) -> dict[str, str]:
+    """Return the places that an attempt left behind with its heartbeat; none where it told none."""
+    return dict(left[1]) if left[1:] else {}
+
+
+def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepared]) -> None:
+    """Take a preparation that proves nothing of older ranks of the node for no answer.
+
+    Raises:
+        NodesUnreachable: some node prepared somewhere else than older generations were started.
+    """
+    doubts = {one.node: find_doubt(places, one.node, one.place) for one in answers}
+    elsewhere = tuple(node for node, doubt in doubts.items() if doubt is not None)
+    if elsewhere:
+        more = f"; and {len(elsewhere) - 1} more" if elsewhere[1:] else ""
+        raise NodesUnreachable(elsewhere, f"{doubts[elsewhere[0]]}{more}", elsewhere)
+
+
+def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], BelowLauncher | None]:
+    """What a node starts itself, and what that starts then, if it does."""
+    spec, token = input.spec, input.token
+    if spec.launcher == "none":
+        return spec.command, None
+    _, address, _ = gang.members[group_rank]
+    # The ranks of two generations never meet, even if one of them were still there.
+    run_id = f"{token.job}-{token.submission}-{token.generation}"
+    given = launcher_command(spec, group_rank, len(gang.members), gang.master, address, run_id)
+    env = {**restart_counts(token, input.max_restarts), "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}"}
+    return given.launcher, BelowLauncher(given.rank, ranks_of(group_rank, spec), env)
+
+
+def _address(backend: Backend, slot: Slot) -> str:
+    """Where the other ranks find a node: on the network that it is on for that, if it is on one, and else where we do."""
+    try:
+        return backend.node(slot.node).network or slot.address
+    except KeyError:  # it is in the fleet file no more, and the backend says so when it is asked for anything
+        return slot.address
+
+
+def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRanksOutput:
+    if activity.info().attempt < LAUNCH_ATTEMPTS:
+        raise ApplicationError(str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY) from error
+    return give_up
+
+
+def _secrets(spec: JobSpec) -> dict[str, str]:
+    """Read the secrets a job refers to, here and now: they are in no history.
+
+    Raises:
+        ApplicationError: one cannot be read.
+    """
+    values = {}
+    for name, reference in spec.secrets.items():
+        try:
+            values[name] = Path(reference.file).expanduser().read_text().strip() if reference.file else os.environ[reference.env or ""]
+        except (OSError, KeyError) as error:
+            where = f"file {reference.file}" if reference.file else f"variable {reference.env}"
+            raise ApplicationError(
+                f"secret {name}: {where} cannot be read by the worker", type="SecretMissing", non_retryable=True
+            ) from error
+    return values

@@ -1,0 +1,163 @@
+"""Stops ranks and proves them gone, or waits until the nodes that do not answer must have stopped them by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from temporalio import activity
+
+from relaunch.activities.clocks import read_boot_clock
+from relaunch.backends.base import Backend, BackendError, Gone, StopOrder
+from relaunch.generation import LaunchedGeneration, Token
+from relaunch.job.fencing import safe_launch_at, unknown_generation
+from relaunch.job.places import StartedPlaces, find_doubt
+from relaunch.spec.policy import Timeouts
+
+LOOK_AGAIN = 2.0
+"""Seconds between two tries to stop a node that does not answer."""
+MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanksInput:
+    token: Token
+    fleet: str
+    nodes: tuple[str, ...]
+    timeouts: Timeouts
+    gang_size: int
+    unheard_for: tuple[tuple[str, timedelta], ...] = ()
+    """Of nodes known to be lost, when this was ordered: ages, because clocks of controllers differ."""
+    fences: bool = True
+    once: bool = False
+    """Try each node once and leave it at that: the ranks are known to have exited."""
+    witnesses: tuple[str, ...] | None = None
+    """Where `generations` is empty: the nodes of the one gang that there is. None: all of `nodes`."""
+    generations: tuple[LaunchedGeneration, ...] = ()
+    """The launches whose ranks may be alive: by their times, and by no present policy, silent nodes
+    are judged. Empty (an order of an older version): one launch, by the fields above."""
+    places: tuple[StartedPlaces, ...] = ()
+    """Where the generations were started, as far as that is known: an answer from elsewhere is silence."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanksOutput:
+    at: datetime
+    nodes: tuple[str, ...]
+    fenced: tuple[str, ...]
+
+
+async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksOutput:
+    """Stop every node at once; each is asked again until it is proven gone, or must have fenced.
+
+    A silent node stops its own ranks once no node of its gang can vouch for it any more, so the
+    wait for it starts at the last proven stop of its gang, or at the end of the last lease there.
+    What an attempt before this one has proven is proven again: its clock starts again, too. Waits
+    and ages are measured by one clock of this process, which is never stepped.
+    """
+    since = read_boot_clock()
+    last_heard = {node: since - age.total_seconds() for node, age in input.unheard_for}
+    generations = launched_generations(input)
+    order = StopOrder(input.token, stop_grace=input.timeouts.stop_grace.total_seconds())
+    stopped_at: dict[str, float] = {}
+    silent: dict[str, str] = {}
+    news = asyncio.Event()
+
+    async def stop(node: str) -> None:
+        while True:
+            because = await _try_to_stop(backend, node, order, input.places)
+            if because is None:
+                stopped_at[node] = read_boot_clock()
+                silent.pop(node, None)
+                news.set()
+                return
+            silent[node] = because
+            news.set()
+            if input.once:
+                return
+            await asyncio.sleep(LOOK_AGAIN)
+
+    def safe_at() -> float | None:
+        if not backend.fences:
+            return None
+        return safe_launch_at(generations, since, stopped_at, last_heard)
+
+    async with beating() as shown:
+        tasks = {node: asyncio.create_task(stop(node)) for node in input.nodes}
+        try:
+            while True:
+                news.clear()
+                waiting = tuple(node for node in input.nodes if node not in stopped_at)
+                safe, now = safe_at(), read_boot_clock()
+                fenced = waiting if safe is not None and now >= safe else ()
+                done = input.once and all(task.done() for task in tasks.values())
+                if len(fenced) == len(waiting) or done:
+                    nodes = (*stopped_at, *fenced)
+                    return StopRanksOutput(at=datetime.now(UTC), nodes=nodes, fenced=fenced)
+                named = {node: silent.get(node, "no answer yet") for node in waiting[:MOST_NAMED]}
+                shown[:] = [{"waiting for": named, "nodes": len(waiting)}]
+                pause = LOOK_AGAIN if safe is None else max(0.0, min(LOOK_AGAIN, safe - now))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await news.wait()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+
+def launched_generations(input: StopRanksInput) -> tuple[LaunchedGeneration, ...]:
+    """Return the launches by which the silent nodes are judged; each node is in one of them."""
+    known = input.generations
+    if not known:
+        times, nodes = input.timeouts, input.nodes if input.witnesses is None else input.witnesses
+        known = (
+            LaunchedGeneration(
+                submission=input.token.submission,
+                generation=input.token.generation,
+                nodes=nodes,
+                size=max(input.gang_size, len(nodes)),
+                fences=input.fences,
+                lease=times.lease,
+                fence_after=times.fence_after,
+                stop_grace=times.stop_grace,
+                valid_for=times.valid_for,
+                complete=True,
+            ),
+        )
+    covered = {node for one in known for node in one.nodes if node not in one.stopped}
+    strange = tuple(node for node in input.nodes if node not in covered)
+    return (*known, unknown_generation(strange)) if strange else known
+
+
+async def _try_to_stop(backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]) -> str | None:
+    """Return None when the ranks are proven gone, else why not."""
+    try:
+        answer = await backend.stop(node, order)
+    except BackendError as error:
+        return error.because
+    return find_doubt(places, node, answer.place) if isinstance(answer, Gone) else answer.because
+
+
+@asynccontextmanager
+async def beating() -> AsyncIterator[list[Any]]:
+    """Heartbeat while the body runs, so that a dead worker is noticed within seconds and the next one goes on.
+
+    Yields the details that each beat carries: empty, for the body to fill. A beat without them would take away those of the last.
+    """
+    details: list[Any] = []
+
+    async def beat() -> None:
+        while True:
+            activity.heartbeat(*details)
+            await asyncio.sleep(1.0)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield details
+    finally:
+        task.cancel()

@@ -1,1 +1,0 @@
-"""Chooses what to do about a fault. Pure: no clock, no I/O, no logging, no Temporal; standard library and pydantic only."""

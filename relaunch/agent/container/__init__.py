@@ -1,0 +1,1 @@
+"""The agent within a container of ECS."""

@@ -1,0 +1,339 @@
+"""The agent inside a rank's container: runs the ranks of one generation there, and ends as they end.
+
+    python3 <agent> container [--] COMMAND…
+
+The order is in RELAUNCH_ORDER; without one the command is run as if the agent were not there. Who starts and stops the container is
+another's matter, so nothing here fences or waits for a watcher.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from relaunch.agent import processes
+from relaunch.agent.children import Child
+from relaunch.agent.container import port, stdout
+from relaunch.agent.loop import parse, take_line
+from relaunch.agent.protocol import VERSION, Fields, Json, Refused
+from relaunch.agent.state import JobState, open_state
+
+STATE = "/var/tmp/relaunch"
+"""The state folder, unless RELAUNCH_AGENT_STATE says another: it lives and dies with the container."""
+NEVER = 1e9
+"""Seconds, of a lease that nobody renews: 30 years."""
+LONGEST_GRACE = 25.0
+"""Seconds. ECS kills a container 30 s after it has asked it to go (ECS_CONTAINER_STOP_TIMEOUT), and the exits are to be told before."""
+STUCK_AFTER = 3.0
+VALID_FOR = 60.0
+LINGER = 3.0
+"""Seconds that the end waits for somebody to be told: a watcher that lost its connection is back within two."""
+DRAINED_WITHIN = 5.0
+BEAT = 3600.0
+"""Of our own watch, which waits for exits only."""
+PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+MISUSED, NOT_RUN, NOT_FOUND, KILLED, ASKED_TO_GO = 2, 126, 127, 128 + signal.SIGKILL, 128 + signal.SIGTERM
+
+
+def main(arguments: List[str]) -> int:
+    command = arguments[1:] if arguments[:1] == ["--"] else arguments
+    if not command:
+        _say("usage: python3 <agent> container [--] COMMAND…")
+        return MISUSED
+    order = os.environ.get("RELAUNCH_ORDER")
+    if order is None:
+        return _execute(command)
+    # Until somebody listens: the kernel throws away what a first process has no handler for.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+
+    def work() -> int:
+        return _Container(command).run(order)
+
+    return _first_process(work) if os.getpid() == 1 else work()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"relaunch: {text}\n")
+    sys.stderr.flush()
+
+
+def _execute(command: List[str]) -> int:
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        _say(f"the command {command[0]} is not found on this container's PATH")
+        return NOT_FOUND
+    except OSError as error:
+        _say(f"the command {command[0]} cannot be run: {error.strerror}")
+        return NOT_RUN
+
+
+def _first_process(work: Callable[[], int]) -> int:
+    """Reap what nobody else does and pass signals on, as the first process of a container has to; a child works."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = work()
+        except BaseException:  # it must never return into its parent's code
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, frame: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+class _Container:
+    def __init__(self, command: List[str]) -> None:
+        self.command = command
+        self.ranks: List[int] = []
+        self.token: Json = {}
+        self.state = Path()
+        self.grace = LONGEST_GRACE
+        self.watch: Optional[Child] = None
+        self.seen = 0
+        self.exited: Dict[int, int] = {}
+        """Exit codes by rank, in their order; -1: we stopped it."""
+        self.lost = False
+        self.copier = 0
+        self.drain = -1
+        self.door: Optional[port.Door] = None
+        self.told, self.telling = os.pipe()
+        self.woken, self.waking = os.pipe()
+        self.asked_to_go = False
+        self.until: Optional[float] = None
+        """When it goes, told or not."""
+
+    def run(self, text: str) -> int:
+        for handle in (self.woken, self.waking):
+            os.set_blocking(handle, False)
+        signal.set_wakeup_fd(self.waking, warn_on_full_buffer=False)
+        for number in (*PASSED_ON, signal.SIGCHLD):
+            signal.signal(number, lambda number, frame: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        os.environ.setdefault("RELAUNCH_AGENT_STATE", STATE)
+        try:
+            self._launch(text)
+        except Refused as refused:
+            _say(str(refused.answer["because"]))
+            return {"command_not_found": NOT_FOUND, "bad_order": MISUSED}.get(refused.answer["why"], NOT_RUN)
+        self._supervise()
+        return self._code()
+
+    def _code(self) -> int:
+        failed = next((code for code in self.exited.values() if code > 0), None)
+        if failed is not None:
+            return failed
+        if self.lost:
+            return KILLED
+        return ASKED_TO_GO if self.asked_to_go else 0
+
+    # --- the launch
+
+    def _launch(self, text: str) -> None:
+        value = parse(text.encode())
+        if value is None:
+            raise Refused("bad_order", f"RELAUNCH_ORDER is {text[:40]!r}; expected a JSON object")
+        order = Fields(value, "RELAUNCH_ORDER.")
+        self.token, self.ranks = order.token().json, order.items("ranks")
+        number = None
+        if order.order.get("port") is not None:
+            number = order.whole("port")
+        self.grace = min(LONGEST_GRACE, order.number("stop_grace"))
+        self.state = open_state()
+        if number is not None:
+            self.door = port.Door(number, os.environ.get("RELAUNCH_AGENT_KEY", ""), self.state, self.telling, _say)
+        prepared = self._done(
+            "prepare",
+            ranks=self.ranks,
+            address="127.0.0.1",
+            lease=NEVER,
+            fence_after=NEVER,
+            stop_grace=self.grace,
+            stuck_after=STUCK_AFTER,
+            valid_for=VALID_FOR,
+            heartbeat=order.number("heartbeat", least=0.01),
+        )
+        self._done(
+            "start",
+            command=self.command,
+            workdir=None,
+            env=_kept(),
+            rank_env=order.items("rank_env"),
+            peers=[],
+            prepared=prepared["stamp"],
+            node=os.environ.get("RELAUNCH_NODE") or "container",
+            secret=secrets.token_hex(16),
+            fences=False,
+            log_pattern=order.get("log_pattern", "a regular expression or null", None),
+        )
+
+    def _done(self, command: str, /, **order: Any) -> Json:
+        answer = self._ask(command, **order)
+        if answer is None:
+            raise Refused("cannot_start", f"the agent could not {command} the ranks")
+        if answer["outcome"] != "done":
+            raise Refused(answer["why"], f"the agent could not {command} the ranks: {answer['because']}")
+        return answer
+
+    def _begin(self, command: str, /, **order: Any) -> Child:
+        child = Child(self.state)
+        child.begin(0, command, {"protocol": VERSION, "token": self.token, **order})
+        return child
+
+    def _ask(self, command: str, /, **order: Any) -> Optional[Json]:
+        child = self._begin(command, **order)
+        heard = bytearray()
+        text = None
+        while text is None:
+            data = os.read(child.from_child, 65536)
+            if not data:
+                break
+            heard += data
+            text = take_line(heard)
+        child.close()
+        os.close(child.from_child)
+        return None if text is None else parse(text)
+
+    # --- while they run
+
+    def _supervise(self) -> None:
+        self._copy()
+        self.watch = self._begin("watch", after_seq=0, heartbeat=BEAT)
+        while self.until is None or time.monotonic() < self.until:
+            if self.door is not None:
+                self.door.open()
+            handles: List[Any] = [self.woken, self.told]
+            if self.watch is not None:
+                handles.append(self.watch.from_child)
+            if self.door is not None and self.door.listener is not None:
+                handles.append(self.door.listener)
+            ready, _, _ = select.select(handles, [], [], self._patience())
+            if self.told in ready and self.until is not None:
+                return
+            if self.watch is not None and self.watch.from_child in ready:
+                self._hear(self.watch)
+            if self.door is not None and self.door.listener in ready:
+                self.door.accept()
+            if self.woken in ready:
+                self._signalled(os.read(self.woken, 4096))
+
+    def _patience(self) -> Optional[float]:
+        times = [] if self.until is None else [self.until]
+        if self.door is not None and self.door.again_at is not None:
+            times.append(self.door.again_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _signalled(self, numbers: bytes) -> None:
+        self._reap()
+        if any(number in PASSED_ON for number in numbers) and not self.asked_to_go:
+            self.asked_to_go = True
+            if self.until is None:
+                self._stop()
+            else:
+                self.until = 0.0
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self.door is not None:
+                self.door.reaped(pid)
+            if pid == self.copier:
+                self.copier = 0
+
+    def _stop(self) -> None:
+        """Have the ranks gone and their keeper with them: those who watch are then told that this is the end."""
+        answer = self._ask("stop", stop_grace=self.grace, stuck_after=STUCK_AFTER)
+        if answer is None or answer["outcome"] != "done":
+            _say(f"the ranks could not be stopped: {answer['because'] if answer else 'no answer'}")
+            self.until = 0.0
+
+    def _hear(self, watch: Child) -> None:
+        data = os.read(watch.from_child, 65536)
+        watch.heard += data
+        while True:
+            text = take_line(watch.heard)
+            if text is None:
+                break
+            value = parse(text)
+            if value is not None and "observation" in value:
+                self._observed(value["observation"])
+        if self.until is None and (self.lost or len(self.exited) == len(self.ranks)):
+            self._over()
+        elif not data:  # it said the end, or somebody killed it
+            watch.close()
+            os.close(watch.from_child)
+            self.watch = None if self.until is not None else self._begin("watch", after_seq=self.seen, heartbeat=BEAT)
+
+    def _observed(self, observation: Json) -> None:
+        self.seen = observation["seq"]
+        if observation["kind"] == "RankExited":
+            code = observation["exit_code"] if observation["signal"] is None else 128 + observation["signal"]
+            self.exited[observation["rank"]] = -1 if observation["stopped"] else code
+        elif observation["kind"] in ("KeeperDied", "RanksVanished"):
+            self.lost = True
+
+    def _over(self) -> None:
+        if not self.asked_to_go:
+            self._stop()
+        self._drain()
+        if self.until is None:
+            # Whoever asked it to go waits for that, and knows why it went.
+            lingers = self.door is not None and self.door.listener is not None and not self.asked_to_go
+            self.until = time.monotonic() + (LINGER if lingers else 0.0)
+
+    # --- what they print
+
+    def _copy(self) -> None:
+        order = (self.token["submission"], self.token["generation"])
+        generation = JobState.named(self.state, self.token).generation(order)
+        logs = {rank: generation.log(rank) for rank in self.ranks}
+        over, self.drain = os.pipe()
+        parent = os.getpid()
+
+        def copy() -> None:
+            signal.set_wakeup_fd(-1)
+            processes.reset_signals()
+            processes.die_with(parent)
+            processes.set_name("relaunch-copy")
+            processes.close_all_but([over])
+            stdout.copied(logs, over)
+
+        # A process of its own: a log driver that blocks is not to keep anybody from anything else.
+        self.copier = processes.fork(copy)
+        os.close(over)
+
+    def _drain(self) -> None:
+        os.close(self.drain)
+        until = time.monotonic() + DRAINED_WITHIN
+        while self.copier and time.monotonic() < until:
+            self._reap()
+            if self.copier:
+                select.select([], [], [], 0.01)
+
+
+def _kept() -> Dict[str, str]:
+    """The variables of the container that ranks would lose as those of another agent."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("RELAUNCH_", "TORCHELASTIC_")) and not name.startswith("RELAUNCH_AGENT_") and name != "RELAUNCH_ORDER"
+    }

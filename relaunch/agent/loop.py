@@ -1,0 +1,164 @@
+"""Waiting on many descriptors in one thread, and lines over them that never block.
+
+Bounded both ways: a peer that does not read is dropped, not waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from typing import Callable
+
+from relaunch.agent.protocol import Json, line, now
+
+LINE_LIMIT = 4 * 1024 * 1024
+"""A start order with long environments for 16 ranks is far below this."""
+
+
+class Loop:
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._ready: dict[int, Callable[[int], None]] = {}
+
+    def watch(self, handle: int, ready: Callable[[int], None], events: int = select.POLLIN) -> None:
+        self._ready[handle] = ready
+        self._poll.register(handle, events)
+
+    def forget(self, handle: int) -> None:
+        if self._ready.pop(handle, None) is not None:
+            self._poll.unregister(handle)
+
+    def turn(self, until: float) -> None:
+        """Wait until something is ready or the time (CLOCK_BOOTTIME) has come, and handle it."""
+        for handle, events in self._poll.poll(max(0, int((until - now()) * 1000 + 0.999))):
+            ready = self._ready.get(handle)
+            if ready is not None:  # an earlier one of this turn may have closed it
+                ready(events)
+
+
+class Channel:
+    """Lines over a descriptor that it owns (two, where reading and writing are different ones)."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        handle: int,
+        hear: Callable[[Json], None],
+        ended: Callable[[], None],
+        limit: int = LINE_LIMIT,
+    ) -> None:
+        os.set_blocking(handle, False)
+        self.loop = loop
+        self.handle = handle
+        self.hear = hear
+        self.ended = ended
+        self.limit = limit
+        self.closed = False
+        self.closing = False
+        self.written_at = now()
+        self.error: int | None = None
+        """The errno that ended it, if one did."""
+        self._in = bytearray()
+        self._out = bytearray()
+        loop.watch(handle, self._on_ready)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the other side has not read all yet."""
+        return bool(self._out)
+
+    def send(self, value: Json) -> None:
+        self.send_bytes(line(value))
+
+    def send_bytes(self, data: bytes) -> None:
+        if self.closed:
+            return
+        if not self._out:
+            self.written_at = now()
+        self._out += data
+        if len(self._out) > self.limit:
+            self.drop()
+        else:
+            self._flush()
+
+    def hear_pending(self) -> None:
+        """Hear now what has come already."""
+        if not self.closed:
+            self._read()
+
+    def finish(self) -> None:
+        """Close once all has been sent."""
+        self.closing = True
+        if not self._out:
+            self.drop()
+
+    def drop(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.loop.forget(self.handle)
+            os.close(self.handle)
+            self.ended()
+
+    def _on_ready(self, events: int) -> None:
+        if events & select.POLLOUT:
+            self._flush()
+        if not self.closed and events & (select.POLLIN | select.POLLHUP | select.POLLERR):
+            self._read()
+
+    def _flush(self) -> None:
+        while self._out:
+            try:
+                sent = os.write(self.handle, self._out)
+            except BlockingIOError:
+                break
+            except OSError as error:  # whatever it is called, the other side is gone
+                self.error = error.errno
+                self.drop()
+                return
+            del self._out[:sent]
+            self.written_at = now()
+        if self.closing and not self._out:
+            self.drop()
+            return
+        self.loop.watch(self.handle, self._on_ready, select.POLLIN | (select.POLLOUT if self._out else 0))
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self.handle, 65536)
+        except BlockingIOError:
+            return
+        except OSError as error:  # whatever it is called, the other side is gone
+            self.error = error.errno
+            data = b""
+        if not data:
+            self.drop()
+            return
+        self._in += data
+        while not self.closed:
+            text = take_line(self._in)
+            if text is None:
+                break
+            value = parse(text)
+            if value is not None:
+                self.hear(value)
+        if len(self._in) > self.limit:
+            self.drop()
+
+
+def take_line(buffer: bytearray) -> bytes | None:
+    end = buffer.find(b"\n")
+    if end < 0:
+        return None
+    text = bytes(buffer[:end])
+    del buffer[: end + 1]
+    return text
+
+
+def parse(text: bytes) -> Json | None:
+    """Return the object in a line; what is not one is noise."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

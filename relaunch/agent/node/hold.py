@@ -1,0 +1,313 @@
+"""The node-wide guard: who examines or repairs this node has it alone, and ranks are launched only while nobody does.
+
+A flock, so that a holder that dies lets go by itself; what its dead holder left running is ended by whoever comes next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+from relaunch.agent import processes, tools
+from relaunch.agent.node import reboots
+from relaunch.agent.protocol import Json, Refused, Token, now, parse_token
+from relaunch.agent.ranks import journal
+from relaunch.agent.state import Generation, JobState, read_json, write_json
+
+PATIENCE = 2.0
+"""Seconds to wait for the hold: longer than a killed holder needs to go, shorter than any caller waits for an answer."""
+HELD = "held.json"
+LAUNCHED_LAST = "fleet.json"
+SERVER_DIGITS = 8
+"""Of a server's id, in a sentence."""
+NAMED = 8
+"""Pids that a sentence names."""
+
+_DOING = {
+    "diagnose": "this node is being examined",
+    "reset-gpus": "this node's GPUs are being reset",
+    "reboot": "this node is being rebooted",
+}
+
+
+def _open(state: Path) -> int:
+    path = state / "node.lock"
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o1600)
+    except OSError as error:
+        try:
+            return os.open(path, os.O_RDONLY)  # a disk that became read-only is a reason to repair, not an obstacle
+        except OSError:
+            raise Refused("cannot_start", f"{path} cannot be opened: {error.strerror}") from error
+
+
+def _locked(state: Path, how: int) -> Optional[int]:
+    handle = _open(state)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, how | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                return None
+        time.sleep(0.01)
+
+
+def held(state: Path) -> Optional[Json]:
+    """Who holds this node. Asks the lock: what is written of a holder that died counts for nothing."""
+    if not (state / "node.lock").exists():
+        return None
+    handle = _open(state)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        known = read_json(state / HELD) or {}
+        told = {"by": known.get("by", "unknown"), "id": known.get("id", ""), "since": known.get("since", now())}
+        return {**told, "fleet": known["fleet"]} if known.get("fleet") else told
+    finally:
+        os.close(handle)
+
+
+def _refusal(state: Path, fleet: str) -> Refused:
+    holder = held(state)
+    if holder is None:
+        return Refused("held", "a launch is being prepared on this node")
+    doing = _DOING.get(holder["by"], "this node is held")
+    other = holder.get("fleet", "")
+    if is_other(other, fleet):
+        because = f"{doing} for {_named(other, fleet)} ({holder['by']}, {holder['id']})"
+        return Refused("other_fleet", because, fleet=other, held=holder)
+    return Refused("held", f"{doing} ({holder['by']}, {holder['id']})", held=holder)
+
+
+@contextmanager
+def shared(state: Path, fleet: str = "") -> Iterator[None]:
+    """Hold the node together with other launches; refuse while it is examined, repaired or about to go down."""
+    handle = _locked(state, fcntl.LOCK_SH)
+    if handle is None:
+        raise _refusal(state, fleet)
+    try:
+        going = reboots.under_way(state)
+        if going is not None:
+            raise Refused("rebooting", f"this node was ordered to reboot ({going['id']}) and has not yet", id=going["id"])
+        left = _clear(state)
+        if left:
+            raise Refused("stuck", f"processes {left[:NAMED]} of an examination that was killed do not die", pids=left)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[int]]:
+    """Hold the node alone; gives the pids of an earlier holder's programs that do not die."""
+    handle = _locked(state, fcntl.LOCK_EX)
+    if handle is None:
+        raise _refusal(state, fleet)
+    try:
+        left = _clear(state)
+        if not left:
+            try:
+                write_json(state / HELD, {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": now()}, durable=False)
+            except OSError:  # it is for people and for the sweep; a full disk must not be in the way of a repair
+                pass
+        yield left
+    finally:
+        if not tools.left_behind(state):
+            _forget(state)
+        os.close(handle)
+
+
+def _clear(state: Path) -> List[int]:
+    """End what a holder that was killed left running; a holder that ended by itself left nothing, and no file."""
+    if not (state / HELD).exists():
+        return []
+    left = tools.sweep(state)
+    if not left:
+        _forget(state)
+    return left
+
+
+def _forget(state: Path) -> None:
+    try:
+        (state / HELD).unlink()
+    except OSError:
+        pass
+
+
+# --- who lives here -------------------------------------------------------------------------------------------------------
+
+
+def _may_run(generation: Generation) -> bool:
+    """Whether the keeper has ranks, or may yet start some."""
+    if generation.given is None or not generation.keeper_lives():  # to ask for a lock that a launch is about to take would take it
+        return False
+    launch = generation.started
+    if launch is None or (launch["pids"] is None and not launch.get("refused")):
+        return True
+    if len(journal.exited(journal.read(generation.journal))) < len(generation.pids):
+        return True
+    identity = generation.identity("keeper")  # what ranks have started may outlive them: by sudo it is another user's
+    keeper = processes.look(identity[0]) if identity is not None else None
+    if identity is None or keeper is None or keeper.started != identity[1]:
+        return False
+    helpers = [known[0] for known in map(generation.identity, ("supervisor", "guard")) if known is not None]
+    return bool(processes.list_below(keeper, without=helpers))
+
+
+def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]:
+    """Generations that have ranks here or are about to, and the pids of all that carries a token.
+
+    Args:
+        doomed_too: count what SIGKILL has been sent to already.
+    """
+    found: Dict[Token, None] = {}
+    groups: Dict[int, int] = {}
+    folder = state / "jobs"
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        highest = read_json(entry / "highest.json")
+        if highest is None:
+            continue
+        job = JobState.named(state, highest)
+        for generation in job.generations():
+            if _may_run(generation):
+                found[Token(job.namespace, job.job, *generation.order, server=job.server)] = None
+        for generation in job.generations()[-1:]:
+            groups.update(generation.groups)
+    pids = []
+    for process in processes.of_token("", lambda rest: True, str(state), groups):
+        if doomed_too or not doomed(process.pid):
+            pids.append(process.pid)
+            token = _token_of(process.pid)
+            if token is not None:
+                found[token] = None
+    return [_with_fleet(state, token) for token in found], sorted(pids)
+
+
+def _with_fleet(state: Path, token: Token) -> Json:
+    fleet = (JobState.of(state, token).generation(token.order).given or {}).get("fleet")
+    return {**token.json, "fleet": fleet} if fleet else token.json
+
+
+def _token_of(pid: int) -> Optional[Token]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return None
+    for variable in variables:
+        if variable.startswith(b"RELAUNCH_TOKEN="):
+            token = parse_token(variable.decode(errors="replace").partition("=")[2])
+            if token is not None:
+                return token
+    return None
+
+
+def doomed(pid: int) -> bool:
+    """Whether SIGKILL waits for this process to leave the kernel: stuck in a driver, it holds a node that needs a reboot."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    for task in tasks:
+        try:
+            with open(f"/proc/{pid}/task/{task}/status") as file:
+                if kill_pending(file.read()):
+                    return True
+        except OSError:
+            continue
+    return False
+
+
+def kill_pending(status: str) -> bool:
+    """Read /proc/<pid>/status."""
+    pending = 0
+    for text in status.splitlines():
+        name, _, value = text.partition(":")
+        if name in ("SigPnd", "ShdPnd"):
+            pending |= int(value, 16)
+    return bool(pending & 1 << 8)
+
+
+def refuse_if_busy(state: Path, doomed_too: bool = True, fleet: str = "") -> None:
+    jobs, pids = living(state, doomed_too)
+    if not jobs and not pids:
+        return
+    few = f" (pids {', '.join(map(str, pids[:NAMED]))})" if pids else ""
+    for each in jobs:
+        if is_other(each.get("fleet", ""), fleet):
+            raise _lives_here(each, fleet, few, jobs=jobs, pids=pids)
+    names = ", ".join(f"job {each['job']} generation {each['generation']}" for each in jobs) or "something that a rank started"
+    raise Refused("busy", f"{names} runs on this node{few}", jobs=jobs, pids=pids)
+
+
+# --- one address in two fleets --------------------------------------------------------------------------------------------
+
+
+def is_other(fleet: str, mine: str) -> bool:
+    """Whether these are two fleets. Orders of before fleets were told name none, and are in nobody's way."""
+    return bool(fleet and mine and fleet != mine)
+
+
+def _named(other: str, mine: str) -> str:
+    """Name the other fleet as a person of `mine` has to: by its namespace, and by its server, where those are others."""
+    scope, _, name = other.rpartition("/")
+    own_scope = mine.rpartition("/")[0]
+    if scope == own_scope:
+        return f"fleet {name}"
+    server, _, namespace = scope.rpartition("/")
+    if server == own_scope.rpartition("/")[0]:
+        return f"fleet {name} of namespace {namespace}"
+    return f"fleet {name} of another Temporal server ({server[:SERVER_DIGITS] or 'it did not say which'}, namespace {namespace})"
+
+
+def _lives_here(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
+    because = f"ranks of job {row['job']} of {_named(row['fleet'], mine)} live on this node{few}"
+    return Refused("other_fleet", because, fleet=row["fleet"], **more)
+
+
+@contextmanager
+def of_one_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
+    """Let one launch at a time look who lives here and then be seen itself: of two fleets that come at once, one is the second."""
+    handle = os.open(state / "fleet.lock", os.O_RDWR | os.O_CREAT, 0o1600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # held for a few small reads and writes
+        refuse_other_fleet(state, fleet, but)
+        if fleet and _last(state) != fleet:
+            write_json(state / LAUNCHED_LAST, {"fleet": fleet}, durable=False)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _last(state: Path) -> str:
+    return str((read_json(state / LAUNCHED_LAST) or {}).get("fleet", ""))
+
+
+def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
+    """Refuse while ranks of another fleet live here, or may yet be started.
+
+    Args:
+        state: The node's.
+        fleet: Whose launch this is.
+        but: The folder of its own job, whose earlier submission may have been another fleet's: that one is stopped in any case.
+    """
+    # While that was the last one to launch here, nobody else's ranks can live here: a look at all jobs of a year would delay each launch.
+    if not fleet or _last(state) == fleet:
+        return
+    folder = state / "jobs"
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        highest = read_json(entry / "highest.json")
+        if highest is None or entry == but:
+            continue
+        for generation in JobState.named(state, highest).generations()[-1:]:
+            other = (generation.given or {}).get("fleet", "")
+            if is_other(other, fleet) and (_may_run(generation) or any(processes.lives(*rank) for rank in generation.groups.items())):
+                raise _lives_here({"job": highest["job"], "fleet": other}, fleet)

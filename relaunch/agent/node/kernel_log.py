@@ -1,0 +1,261 @@
+"""What the node's kernel said since a generation was prepared, as far as it is evidence: an Xid, the OOM killer, a lost link.
+
+Judges nothing, and waits for nothing: what cannot be read, or not in time, is said to be unreadable.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Iterable, List
+
+from relaunch.agent.failpoints import pass_by
+from relaunch.agent.protocol import Json
+from relaunch.agent.state import Generation, boot_id, read_json, write_json
+
+DEVICE = "/dev/kmsg"
+LINES = 20
+"""Newest first to keep. The first Xid of a fault and its echoes are a handful; sixteen ranks may each carry all of them."""
+LINE = 400
+"""Characters. The longest Xid texts (NVLink) are about 250."""
+PATIENCE = 0.05
+"""Seconds for /dev/kmsg, which gives one record a call: about 20,000 of them, more than most rings hold."""
+TAIL = 1024 * 1024
+"""Bytes from the end of a file: some 10,000 lines, searched in a few milliseconds."""
+RECORD = 8192
+"""Bytes: more than the kernel gives at once."""
+OVERWRITTEN = "the kernel overwrote messages before they were read"
+
+MARKS = (
+    "NVRM: Xid",
+    "SXid (",
+    "oom-kill:",
+    "ut of memory",
+    "Machine Check",
+    "achine check",
+    "mce: ",
+    "MCE: ",
+    "[Hardware Error]",
+    "Memory failure: ",
+    " UE",
+    "Lost carrier",
+    "ink is down",
+    "ink is Down",
+    "ink down",
+    "ink Down",
+    "definitely down",
+    "I/O error",
+    "error, dev ",
+    "EXT4-fs error",
+    "Remounting filesystem read-only",
+    "orruption",
+    "hutting down filesystem",
+    "nvme nvme",
+    " not responding",
+    " was lost",
+    "blocked for more than",
+)
+"""Those of the controller's `relaunch/evidence/kernel_log.py`, which a test holds equal: a line without any of them is no evidence."""
+_MARKS = tuple(each.encode() for each in MARKS)
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+
+
+def _is_evidence(line: bytes) -> bool:
+    return any(each in line for each in _MARKS)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where the log stood when the generation was prepared."""
+
+    path: str
+    inode: int
+    size: int
+    """Of a file; 0 where there was none yet."""
+    uptime: float
+    """CLOCK_MONOTONIC. The kernel stamps its messages with nearly that clock: they drift apart by seconds in weeks."""
+    handle: int = -1
+    """The device, opened behind all that was in it: exact, but read only once, and only by a child of the keeper."""
+
+
+def mark() -> Mark:
+    """Note where the log stands. Reads nothing; a log that is not there or not ours is told of when it is to be read."""
+    path = os.environ.get("RELAUNCH_KERNEL_LOG") or DEVICE
+    uptime = time.monotonic()
+    try:
+        found = os.stat(path)
+        if not stat.S_ISCHR(found.st_mode):
+            return Mark(path, found.st_ino, found.st_size, uptime)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return Mark(path, 0, 0, uptime)
+    try:
+        os.lseek(handle, 0, os.SEEK_END)
+    except OSError:
+        os.close(handle)
+        handle = -1
+    return Mark(path, 0, 0, uptime, handle)
+
+
+def written(since: Mark) -> Json:
+    """Return a mark as the launch has it, for those who have not inherited it."""
+    return {"path": since.path, "inode": since.inode, "size": since.size, "uptime": since.uptime}
+
+
+def asked_for(observations: Iterable[Json]) -> bool:
+    """Whether any of them tells of an end that the kernel may know more about: not of one that we, or success, brought."""
+    return any(map(_rides_with, observations))
+
+
+def _rides_with(seen: Json) -> bool:
+    if seen["kind"] == "RankExited":
+        return not seen["stopped"] and seen["exit_code"] != 0
+    return seen["kind"] in ("KeeperDied", "RanksVanished")
+
+
+def told(observation: Json, reading: Json | None) -> Json:
+    """Add the reading to an observation that it may explain, and none to other ends of ranks."""
+    if _rides_with(observation) and reading is not None:
+        return {**observation, **reading}
+    if observation["kind"] == "RankExited":
+        return {**observation, "kernel": [], "kernel_unreadable": None}
+    return observation
+
+
+def reading_of(generation: Generation, since: Mark | None) -> Json:
+    """Return what the kernel said, read once and kept: however often and by whomever it is told, it is the same.
+
+    Args:
+        generation: has failed, so that all its failures are of one moment: the rest is stopped by us.
+        since: the mark that the keeper made; None for a process that is not its child.
+    """
+    path = generation.path / "kernel.json"
+    kept = read_json(path)
+    if kept is not None:
+        return kept
+    reading = _read_unmarked(generation) if since is None else read(_alone(generation, since))
+    pass_by(generation.state, "kernel.read")
+    try:
+        write_json(path, reading, durable=False)
+    except OSError:  # a full disk, say: whoever asks next reads again, and the observation goes out all the same
+        pass
+    return reading
+
+
+def _alone(generation: Generation, since: Mark) -> Mark:
+    """Leave out the handle where a supervisor that died may have read from it: what it read does not come again."""
+    if since.handle < 0:
+        return since
+    try:
+        os.close(os.open(generation.path / "kernel.begun", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError:
+        return replace(since, handle=-1)
+    return since
+
+
+def _read_unmarked(generation: Generation) -> Json:
+    started = generation.started or {}
+    if "kernel" not in started:
+        return _unreadable("it is not known where the kernel log stood when this generation began")
+    noted = started["kernel"]
+    since = Mark(noted["path"], noted["inode"], noted["size"], noted["uptime"])
+    if since.inode == 0 and started["boot_id"] != boot_id(generation.state):
+        return _unreadable(f"the node rebooted: what {since.path} held is gone")
+    return read(since)
+
+
+def read(since: Mark, most: int = LINES, patience: float = PATIENCE) -> Json:
+    """Return the newest lines since then that are evidence, the oldest first, and why there may be others."""
+    try:
+        if since.handle >= 0 or stat.S_ISCHR(os.stat(since.path).st_mode):
+            return _read_device(since, most, patience)
+        return _read_file(since, most)
+    except OSError as error:
+        # EPERM is the kernel's own check; without the right to the device as a file it is EACCES.
+        restricted = " (kernel.dmesg_restrict)" if error.errno == errno.EPERM else ""
+        why = "permission denied" if isinstance(error, PermissionError) else str(error.strerror).lower()
+        return _unreadable(f"{why}: {since.path}{restricted}")
+
+
+def _read_device(since: Mark, most: int, patience: float) -> Json:
+    if since.handle >= 0:
+        return read_records(since.handle, since.path, 0.0, most, patience)
+    handle = os.open(since.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        return read_records(handle, since.path, since.uptime, most, patience)
+    finally:
+        os.close(handle)
+
+
+def read_records(handle: int, path: str, uptime: float = 0.0, most: int = LINES, patience: float = PATIENCE) -> Json:
+    """Read on to the last record. One is `priority,sequence,microseconds,flags;message`, then lines that we leave out.
+
+    Whoever wrote it: those who inject a fault to see what happens write into the device too.
+    """
+    found: deque[str] = deque(maxlen=most)
+    lost = None
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        try:
+            record = os.read(handle, RECORD)
+        except BlockingIOError:
+            break
+        except BrokenPipeError:  # the ring has come round; the next read goes on with the oldest that is left
+            lost = OVERWRITTEN
+            continue
+        if not record:
+            break
+        message = record.partition(b"\n")[0].partition(b";")[2]
+        if _is_evidence(message):
+            at = int(record.split(b",", 3)[2])
+            if at >= uptime * 1e6:
+                found.append(_text(b"[%5d.%06d] %s" % (at // 1000000, at % 1000000, message)))
+    else:
+        lost = f"{path} was not read to its end within {patience * 1000:g} ms"
+    return {"kernel": list(found), "kernel_unreadable": lost}
+
+
+def _read_file(since: Mark, most: int) -> Json:
+    handle = os.open(since.path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        now = os.fstat(handle)
+        # Another file, or one that was cut, was begun after the mark: all of it is new.
+        begin = since.size if now.st_ino == since.inode and now.st_size >= since.size else 0
+        start = max(begin, now.st_size - TAIL)
+        data = os.pread(handle, min(TAIL, now.st_size - start), start)
+    finally:
+        os.close(handle)
+    # What stands before the first line's end may be cut.
+    first = data.find(b"\n") + 1 if start > begin else 0
+    found = [_text(line) for line in _lines_with_marks(data, first, most)]
+    part = start > begin and len(found) < most
+    lost = f"of {since.path} only the last {TAIL // 1024} KiB were read; more was written since this generation began" if part else None
+    return {"kernel": list(found), "kernel_unreadable": lost}
+
+
+def _lines_with_marks(data: bytes, first: int, most: int) -> List[bytes]:
+    """The newest lines that are evidence. One search through all for each mark is ten times as fast as each line for all marks."""
+    begins = set()
+    for each in _MARKS:
+        at = data.rfind(each)
+        newest = 0
+        while at >= first and newest < most:
+            begin = data.rfind(b"\n", 0, at) + 1
+            begins.add(begin)
+            newest += 1
+            at = data.rfind(each, 0, max(begin, 0))
+    return [data[begin : begin + LINE].partition(b"\n")[0] for begin in sorted(begins)[-most:]]
+
+
+def _text(line: bytes) -> str:
+    """Printable ASCII, so that a character is a byte wherever it goes."""
+    return _CONTROL.sub(b" ", line[:LINE]).decode("ascii", "backslashreplace")[:LINE].strip(" ")
+
+
+def _unreadable(why: str) -> Json:
+    return {"kernel": [], "kernel_unreadable": why}

@@ -1,0 +1,178 @@
+"""The process that asks NVML, and prints what it says in one line. It may hang in the driver or be killed by it; `gpus` runs it.
+
+Judges nothing: each reading is a value or why there is none. It imports as little as it can: out of a zipapp all is compiled anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from relaunch.agent.node import bindings
+
+Json = Dict[str, Any]
+LIBRARY = "libnvidia-ml.so.1"
+INVENTORY = ("name", "memory", "processes")
+"""What a look at a node asks of each GPU. All else is for examinations, and takes dozens of calls into the driver."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Ask NVML and print one line. `inventory` as the first argument: only that; the second: the node's state folder."""
+    said = _ask(INVENTORY if arguments[:1] == ["inventory"] else None, arguments[1] if len(arguments) > 1 else None)
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+def _ask(names: Optional[Sequence[str]], state: Optional[str]) -> Json:
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        missing = "cannot open shared object file" in str(error)
+        return {"unreadable": f"{LIBRARY} is not on this node" if missing else f"{LIBRARY} cannot be loaded: {error}"}
+    return Nvml(bindings.load(state), names).everything()
+
+
+Reading = Callable[[Any], Any]
+
+
+class Nvml:
+    def __init__(self, nvml: Any, names: Optional[Sequence[str]] = None) -> None:
+        """`names`: of the readings that are wanted; None: all."""
+        self.nvml = nvml
+        prefix = "NVML_ERROR_"
+        self.words: Dict[int, str] = {getattr(nvml, name): name[len(prefix) :] for name in dir(nvml) if name.startswith(prefix)}
+        readings: Dict[str, Reading] = {
+            "name": lambda gpu: _text(nvml.nvmlDeviceGetName(gpu)),
+            "memory": self._memory,
+            "processes": self._processes,
+            "ecc": self._ecc,
+            "remapped": self._remapped,
+            "retired_pending": lambda gpu: bool(nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)),
+            "recovery_action": lambda gpu: self._fields(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0],
+            "throttle": lambda gpu: self._first_of(
+                "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons", gpu
+            ),
+            "nvlink_errors": self._nvlink_errors,
+            "nvlink_inactive": self._nvlink_inactive,
+            "temperature": lambda gpu: self._first_of(
+                "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV", gpu, nvml.NVML_TEMPERATURE_GPU
+            ),
+            "pcie_replays": nvml.nvmlDeviceGetPcieReplayCounter,
+        }
+        self.readings = {name: ask for name, ask in readings.items() if names is None or name in names}
+
+    def everything(self) -> Json:
+        try:
+            self.nvml.nvmlInit()
+            count = self.nvml.nvmlDeviceGetCount()
+        except self.nvml.NVMLError as error:
+            return {"unreadable": f"NVML: {self._word(error)}"}
+        return {
+            "driver": self._version(self.nvml.nvmlSystemGetDriverVersion),
+            "nvml": self._version(self.nvml.nvmlSystemGetNVMLVersion),
+            "gpus": [self._gpu(index) for index in range(count)],
+        }
+
+    def _word(self, error: Any) -> str:
+        return self.words.get(error.value, f"ERROR_{error.value}")
+
+    def _version(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return _text(ask())
+        except self.nvml.NVMLError as error:
+            return {"unreadable": self._word(error)}
+
+    def _gpu(self, index: int) -> Json:
+        bus_id = None
+        try:
+            gpu = self.nvml.nvmlDeviceGetHandleByIndex(index)
+            bus_id = _text(self.nvml.nvmlDeviceGetPciInfo(gpu).busId)
+            found: Json = {"index": index, "uuid": _text(self.nvml.nvmlDeviceGetUUID(gpu)), "bus_id": bus_id}
+            for name, ask in self.readings.items():
+                try:
+                    found[name] = ask(gpu)
+                except self.nvml.NVMLError as error:
+                    if error.value == self.nvml.NVML_ERROR_GPU_IS_LOST:
+                        raise
+                    found[name] = {"unreadable": self._word(error)}
+        except self.nvml.NVMLError as error:
+            return {"index": index, "lost": self._word(error), "bus_id": bus_id}
+        return found
+
+    def _first_of(self, name: str, other: str, *arguments: Any) -> int:
+        """Ask by the name that newer, or older, libraries do not have."""
+        try:
+            return int(getattr(self.nvml, name)(*arguments))
+        except self.nvml.NVMLError as error:
+            if error.value != self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+                raise
+        return int(getattr(self.nvml, other)(*arguments))
+
+    def _memory(self, gpu: Any) -> Json:
+        memory = self.nvml.nvmlDeviceGetMemoryInfo(gpu)
+        return {"total": memory.total, "used": memory.used}
+
+    def _processes(self, gpu: Any) -> List[Json]:
+        """What computes here. Graphics is left out: a display server is in nobody's way until a reset, which says so."""
+        listed = list(self.nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
+        try:
+            listed += self.nvml.nvmlDeviceGetMPSComputeRunningProcesses(gpu)
+        except self.nvml.NVMLError as error:
+            if error.value not in (self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND, self.nvml.NVML_ERROR_NOT_SUPPORTED):
+                raise
+        used = {each.pid: each.usedGpuMemory for each in listed}
+        return [{"pid": pid, "used": used[pid]} for pid in sorted(used)]
+
+    def _ecc(self, gpu: Any) -> Json:
+        total, kind = self.nvml.nvmlDeviceGetTotalEccErrors, self.nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        return {
+            "volatile_uncorrected": total(gpu, kind, self.nvml.NVML_VOLATILE_ECC),
+            "aggregate_uncorrected": total(gpu, kind, self.nvml.NVML_AGGREGATE_ECC),
+        }
+
+    def _remapped(self, gpu: Any) -> Json:
+        correctable, uncorrectable, pending, failed = self.nvml.nvmlDeviceGetRemappedRows(gpu)
+        return {"correctable": correctable, "uncorrectable": uncorrectable, "pending": bool(pending), "failed": bool(failed)}
+
+    def _nvlink_errors(self, gpu: Any) -> Json:
+        nvml = self.nvml
+        fields = [
+            nvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
+        ]
+        flit, data, replay, recovery = self._fields(gpu, fields)
+        return {"crc": flit + data, "replay": replay, "recovery": recovery}
+
+    def _nvlink_inactive(self, gpu: Any) -> List[int]:
+        inactive = []
+        for link in range(self.nvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                if not self.nvml.nvmlDeviceGetNvLinkState(gpu, link):
+                    inactive.append(link)
+            except self.nvml.NVMLError as error:
+                past_the_last = (self.nvml.NVML_ERROR_INVALID_ARGUMENT, self.nvml.NVML_ERROR_NOT_SUPPORTED)
+                if link == 0 or error.value not in past_the_last:
+                    raise
+                break
+        return inactive
+
+    def _fields(self, gpu: Any, fields: Sequence[int]) -> List[int]:
+        values = []
+        for each in self.nvml.nvmlDeviceGetFieldValues(gpu, fields):
+            if each.nvmlReturn != self.nvml.NVML_SUCCESS:
+                raise self.nvml.NVMLError(each.nvmlReturn)
+            values.append(int(getattr(each.value, _MEMBERS[each.valueType])))
+        return values
+
+
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""Of nvmlValue_t, by nvmlValueType_t."""
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

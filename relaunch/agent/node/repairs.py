@@ -1,0 +1,153 @@
+"""The orders that touch a whole node: diagnose its GPUs, reset them, reboot it. Each alone on the node, and only while nobody trains there.
+
+Which of them when, and how often, is the controller's; what DCGM found is not read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import List, Optional
+
+from relaunch.agent import tools
+from relaunch.agent.failpoints import pass_by
+from relaunch.agent.node import gpu_users, gpus, hold, reboots
+from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, bad, now
+from relaunch.agent.state import boot_id
+
+REBOOT_NVML = 3.0
+"""Seconds. Whoever orders a reboot waits a few seconds for the answer, and a driver that hangs is a reason for it."""
+REBOOT_COMMAND = 15.0
+"""Seconds. `systemctl reboot` returns at once; where it asks and waits, nobody knows what it will do."""
+ORDERED_LATELY = 60.0
+"""Seconds after the command in which the same reboot is not ordered again: services take that long to stop."""
+BUS_ID = re.compile("[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\\.[0-7]")
+
+
+def diagnose(state: Path, order: Fields, caller: int) -> Json:
+    """Run `dcgmi diag`. It ends with its caller: nobody else would read what it found, and who asks again must not find it held."""
+    id, level, fleet = order.text("id"), order.whole("level"), order.fleet()
+    if level not in (1, 2, 3):
+        bad("level", level, "1, 2 or 3")
+    until = time.monotonic() + order.number("within", least=0.1)
+    with hold.exclusive(state, "diagnose", id, fleet) as left:
+        pass_by(state, "diagnose.held")
+        _refuse_if_used(state, left, until, fleet)
+        words = _tool("dcgmi", ["diag", "-r", str(level), "-j"])
+        if words is None:
+            return {"outcome": "done", "boot_id": boot_id(state), "missing": "dcgmi is not on this node's PATH"}
+        ran = _run(state, "diagnose", words, until, caller)
+        answer = {"outcome": "done", "boot_id": boot_id(state), "exit_code": ran.exit_code, "stdout": ran.stdout, "stderr": ran.stderr}
+        return {**answer, **({"cut": True} if ran.cut else {}), "took": ran.took}
+
+
+def reset_gpus(state: Path, order: Fields) -> Json:
+    id, expected, ids, fleet = order.text("id"), order.text("boot_id"), order.strings("gpus"), order.fleet()
+    for each in ids:
+        if not BUS_ID.fullmatch(each):
+            bad("gpus", each, "bus ids like 00000000:05:00.0")
+    until = time.monotonic() + order.number("within", least=0.1)
+    with hold.exclusive(state, "reset-gpus", id, fleet) as left:
+        _refuse_another_boot(state, expected)
+        _refuse_if_used(state, left, until, fleet)
+        words = _tool("nvidia-smi", ["--gpu-reset", *(["-i", ",".join(sorted(set(ids)))] if ids else [])])
+        if words is None:
+            return {"outcome": "done", "boot_id": expected, "missing": "nvidia-smi is not on this node's PATH"}
+        reboots.tend(state)
+        ran = _run(state, "reset-gpus", [*by_root(), *words], until)
+        return {"outcome": "done", "boot_id": expected, "exit_code": ran.exit_code, "output": ran.last_words, "took": ran.took}
+
+
+def reboot(state: Path, order: Fields) -> Json:
+    """End this boot. A boot ends once, so an order that comes again for the same boot cannot be a second reboot."""
+    id, expected, because, fleet = order.text("id"), order.text("boot_id"), order.text("because"), order.fleet()
+    command = reboot_command()
+    with hold.exclusive(state, "reboot", id, fleet):
+        _refuse_another_boot(state, expected)
+        answer: Json = {"outcome": "done", "boot_id": expected}
+        going = reboots.under_way(state)
+        if going is not None and going["ran"] is not None and now() - going["ran"] < ORDERED_LATELY:
+            if going["id"] == id:
+                return {**answer, "already": True}
+            raise Refused("held", f"this node is being rebooted (reboot, {going['id']})")
+        hold.refuse_if_busy(state, doomed_too=False, fleet=fleet)
+        gpu_users.refuse(gpu_users.using(gpus.read(state, REBOOT_NVML), living_only=True))
+        try:
+            reboots.record(state, id, because)
+        except OSError as error:
+            raise Refused("cannot_reboot", f"the journal of reboots cannot be written: {error.strerror or error}") from error
+        pass_by(state, "reboot.recorded")
+        failed = _order_reboot(command)
+        if failed is not None:
+            reboots.withdraw(state, id, failed)
+            raise Refused("cannot_reboot", failed)
+        reboots.ran(state, id)
+        return answer
+
+
+def _tool(name: str, arguments: List[str]) -> Optional[List[str]]:
+    path = shutil.which(name)
+    return None if path is None else [path, *arguments]
+
+
+def _run(state: Path, hold_of: str, words: List[str], until: float, caller: Optional[int] = None) -> tools.Ran:
+    try:
+        return tools.run(words, max(0.1, until - time.monotonic()), tools.marked(state, hold_of), caller)
+    except OSError as error:
+        raise Refused("cannot_start", f"{words[0]} cannot be run: {error.strerror}") from error
+
+
+def _refuse_another_boot(state: Path, expected: str) -> None:
+    present = boot_id(state)
+    if present != expected:
+        because = f"this node runs boot {present}; the order was decided on boot {expected}"
+        raise Refused("boot_changed", because, boot_id=present)
+
+
+def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> None:
+    """Refuse while ranks live here or anything computes on a GPU; where NVML cannot say so, the tool will."""
+    hold.refuse_if_busy(state, fleet=fleet)
+    if left:
+        raise Refused("busy", f"processes {left[: hold.NAMED]} of an examination that was killed do not die", pids=left)
+    gpu_users.refuse(gpu_users.using(gpus.read(state, min(gpus.WITHIN, max(0.1, (until - time.monotonic()) / 2)))))
+
+
+def reboot_command() -> List[str]:
+    given = os.environ.get("RELAUNCH_REBOOT_COMMAND")
+    if given:
+        try:
+            words = json.loads(given)
+        except ValueError:
+            words = None
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+            raise Refused("cannot_reboot", f"RELAUNCH_REBOOT_COMMAND is {given[:120]!r}; expected a JSON list of words")
+        return list(words)
+    if os.geteuid() != 0 and not by_root():
+        name = f"uid {os.geteuid()}"
+        raise Refused(
+            "cannot_reboot",
+            f"the agent runs as {name}, which may not reboot this node: log in as root, or write sudo: true under ssh: in the fleet file",
+        )
+    return [*by_root(), "systemctl", "reboot"]
+
+
+def by_root() -> List[str]:
+    """What a command that needs root begins with. Only who runs the fleet says that sudo may be used, never the node."""
+    return ["sudo", "-n"] if os.geteuid() != 0 and os.environ.get("RELAUNCH_SUDO") == "1" else []
+
+
+def _order_reboot(words: List[str]) -> Optional[str]:
+    """Run the command; return why it failed."""
+    try:
+        ran = tools.run(words, REBOOT_COMMAND)
+    except OSError as error:
+        return f"{words[0]} cannot be run: {error.strerror}"
+    if ran.exit_code is None:
+        raise NoAnswer(f"{' '.join(words)} did not end within {REBOOT_COMMAND:g} s")
+    if ran.exit_code != 0:
+        return f"{' '.join(words)} ended with {ran.exit_code}: {ran.last_words[-400:]}"
+    return None

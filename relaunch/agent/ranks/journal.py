@@ -1,0 +1,139 @@
+"""The journal of a generation: numbered observations, on disk before anybody is told of them. One writer at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from relaunch.agent import disk
+from relaunch.agent.protocol import Json, line, now
+
+RETRY_INTERVAL = 1.0
+"""Seconds between attempts to write what the disk did not take."""
+RESERVED_BYTES, RESERVED_BYTES_PER_RANK = 8192, 512
+"""Blocks that a journal has before its ranks run: an exit is a line of some 200 bytes."""
+_NOT_TAKEN = (*disk.FULL, errno.EIO, errno.EROFS, errno.EFBIG)
+"""Errors of a disk that may take the same bytes later."""
+
+
+def read(path: Path) -> list[Json]:
+    """Return every whole observation; a torn last line is one that never came to be."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return _parse(data)[0]
+
+
+def _parse(data: bytes) -> tuple[list[Json], int]:
+    found: list[Json] = []
+    good = 0
+    while True:
+        end = data.find(b"\n", good)
+        if end < 0:
+            return found, good
+        try:
+            found.append(json.loads(data[good:end]))
+        except ValueError:
+            return found, good
+        good = end + 1
+
+
+def exited(observations: list[Json]) -> set[int]:
+    return {seen["rank"] for seen in observations if seen["kind"] == "RankExited"}
+
+
+def told_of_the_end(observations: list[Json]) -> bool:
+    """Whether the journal already says why ranks have no exit of their own in it."""
+    return any(seen["kind"] in ("KeeperDied", "RanksVanished") for seen in observations)
+
+
+class Journal:
+    """Appends observations, going on after the last whole one.
+
+    What a full disk does not take stays in memory with its number, and is written later, in order.
+    """
+
+    def __init__(self, path: Path, ranks: int | None = None) -> None:
+        """Open it. `ranks`: reserve room for the exits of so many, until it is closed."""
+        self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o1600)
+        size = os.fstat(self.handle).st_size
+        data = os.pread(self.handle, size, 0)
+        found, good = _parse(data)
+        if good < size:
+            os.ftruncate(self.handle, good)
+        self.seq = len(found)
+        self.synced = 0
+        """The last that a loss of power would not take back. Nobody hears of a later one, lest its number be given twice."""
+        self._end = good
+        self._pending = bytearray()
+        """Whole lines that are not in the file yet."""
+        self._reserved = ranks is not None
+        if ranks is not None:
+            disk.preallocate(self.handle, RESERVED_BYTES + RESERVED_BYTES_PER_RANK * ranks)
+
+    @property
+    def pending(self) -> list[Json]:
+        """Observations that have a number and are not in the file yet."""
+        return _parse(bytes(self._pending))[0]
+
+    def append(self, *observations: tuple[str, dict[str, Any]]) -> None:
+        """Write (kind, fields). From here on they outlive every process, and after `sync` the machine."""
+        for kind, fields in observations:
+            self.seq += 1
+            self._pending += line({"seq": self.seq, "kind": kind, "at": time.time(), "stamp": now(), **fields})
+        self._write_pending()
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        try:
+            written = os.write(self.handle, self._pending)
+        except OSError as error:
+            if error.errno not in _NOT_TAKEN:
+                raise
+            return
+        if written < len(self._pending):  # a torn line would hide all that follows it
+            written = self._pending.rfind(b"\n", 0, written) + 1
+            os.ftruncate(self.handle, self._end + written)
+        self._end += written
+        del self._pending[:written]
+
+    def sync(self) -> None:
+        """Have the disk take what it did not take before, and make sure of what it has."""
+        self._write_pending()
+        written = self.seq - self._pending.count(b"\n")
+        if self.synced < written:
+            try:
+                os.fsync(self.handle)
+            except OSError as error:
+                if not disk.is_full(error):
+                    raise
+                return
+            self.synced = written
+
+    def restore(self, path: Path) -> None:
+        """Write the journal again after its file was removed, and go on in the new one."""
+        partial = path.with_name(f".{path.name}.restored")
+        handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o1600)
+        try:
+            data = os.pread(self.handle, self._end, 0)
+            if os.write(handle, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
+            os.fsync(handle)
+            os.replace(partial, path)
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(self.handle)
+        self.handle = handle
+
+    def close(self) -> None:
+        self.sync()
+        if self._reserved:
+            os.ftruncate(self.handle, self._end)
+        os.close(self.handle)

@@ -1,0 +1,105 @@
+"""A rank below a launcher such as torchrun: makes what the launcher has forked a rank like any other, then becomes its command.
+
+It starts nothing and waits for nothing. How the rank ends only its launcher is told.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+from relaunch.agent import processes
+from relaunch.agent.protocol import Json, parse_token
+from relaunch.agent.state import Generation, JobState, write_json
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""As a shell says it: relaunch reads these codes as a mistake of whoever wrote the command."""
+
+
+class Astray(Exception):
+    """This process is not below a launcher that relaunch has started, and why that is so."""
+
+
+def before(command: list[str], env: Json) -> list[str]:
+    """Return the command that does this for a rank, for the launcher to run."""
+    # Isolated: what a job tells its own Python (PYTHONHOME, PYTHONPATH) is not meant for this one.
+    own = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank"]
+    return [*own, *(f"{name}={value}" for name, value in env.items()), "--", *command]
+
+
+def main(arguments: list[str]) -> int:
+    if "--" not in arguments:
+        return _say("usage: python3 <agent> rank [NAME=VALUE]... -- COMMAND...", 2)
+    end = arguments.index("--")
+    env = dict(argument.partition("=")[::2] for argument in arguments[:end])
+    try:
+        generation, rank = _whose(os.environ)
+        _die_with_launcher(generation)
+        _settle(generation, rank, env)
+    except (Astray, OSError) as error:
+        return _say(f"relaunch: this rank cannot begin: {error}", 1)
+    return _become(arguments[end + 1 :], env)
+
+
+def _say(text: str, code: int) -> int:
+    os.write(2, f"{text}\n".encode())
+    return code
+
+
+def _whose(env: os._Environ[str]) -> tuple[Generation, int]:
+    text, state, rank = (env.get(name, "") for name in ("RELAUNCH_TOKEN", "RELAUNCH_NODE_STATE", "RANK"))
+    token = parse_token(text)
+    if token is None or not state:
+        raise Astray(f"RELAUNCH_TOKEN is {text!r}; expected the one that the launcher was started with")
+    if not rank.isdigit():
+        raise Astray(f"RANK is {rank!r}; expected the number that the launcher gives")
+    return JobState.of(Path(state), token).generation(token.order), int(rank)
+
+
+def _die_with_launcher(generation: Generation) -> None:
+    """Have the kernel kill this process with the launcher; go at once if either the launcher or its keeper is gone already."""
+    parent = os.getppid()
+    processes.die_with(parent)
+    keeper = generation.identity("keeper")
+    if keeper is None or not processes.lives(*keeper):
+        raise Astray("the keeper of its generation is gone")
+    # Orphans of a launcher fall to its keeper. A launcher may have been started by a script: it is then further up.
+    above = processes.look(parent)
+    while above is not None and above.pid != keeper[0]:
+        above = processes.look(above.parent)
+    if above is None or parent == keeper[0]:
+        raise Astray("its launcher is gone")
+
+
+def _settle(generation: Generation, rank: int, env: dict[str, str]) -> None:
+    """Take the places of this rank: its log, its error file, its progress; and say which process it is."""
+    log = os.open(generation.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    error = str(generation.error(rank))
+    given = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if given and given != os.devnull:
+        try:
+            os.symlink(error, given)  # the launcher reads it there, and takes it away when it ends
+        except OSError:  # it is there, or its folder is not: then it stays where the launcher wants it
+            error = given
+    env["TORCHELASTIC_ERROR_FILE"] = error
+    env["RELAUNCH_PROGRESS_FILE"] = str(generation.progress(rank))
+    found = processes.look(os.getpid())
+    if found is not None:
+        local = os.environ.get("LOCAL_RANK", "")
+        record = {"pid": found.pid, "started": found.started, "local_rank": int(local) if local.isdecimal() else 0}
+        write_json(generation.launched_file(rank), record, durable=False)
+
+
+def _become(command: list[str], env: dict[str, str]) -> int:
+    processes.reset_signals()  # this interpreter ignores some, and what is ignored stays so
+    try:
+        os.execvpe(command[0], command, {**os.environ, **env})
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return _say(f"the command {command[0]} is not found on this node's PATH", NOT_FOUND)
+        return _say(f"the command {command[0]} cannot be run: {error.strerror}", NOT_EXECUTABLE)

@@ -1,0 +1,226 @@
+"""Questions between the supervisors of one generation: has anybody stopped us, or launched above us?
+
+Says nothing without the secret of the generation, and takes an answer with a wrong mac for none. What an answer
+is worth is for relaunch/agent/ranks/lease.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import json
+import math
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from relaunch.agent.failpoints import cut
+from relaunch.agent.loop import Channel, Loop
+from relaunch.agent.protocol import Fields, Json, Order, Refused, Token, now
+from relaunch.agent.state import JobState
+
+TIMEOUT = 1.0
+"""Seconds for one question: peers are in one cluster, and a fence must not wait for a slow one."""
+QUESTION_LIMIT = 8 * 1024
+CALLERS = 64
+"""More questions at once than 16 peers can have in flight."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    node: str
+    asked: float
+    """When the question was sent: what the answer says may be no younger."""
+    superseded: str | None
+    """Why this generation must end, if the peer knows of a stop or of a higher one."""
+    alive: bool
+    leased: bool
+    answered: float
+    """When the answer was read."""
+    stamp: float | None
+    """The peer's clock when it answered; an agent of an earlier release does not say it."""
+
+
+def mac(secret: str, *parts: Any) -> str:
+    text = "|".join(part if isinstance(part, str) else json.dumps(part) for part in parts)
+    return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
+
+
+def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    # Python imports its table of all letters to encode a host that is text: 4 ms in the middle of a launch.
+    host = address.encode() if address.isascii() else address
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise Refused("cannot_start", f"the address {address} cannot be resolved: {error}") from None
+    return family, target
+
+
+class Peers:
+    def __init__(self, loop: Loop, job: JobState, token: Token, listener: socket.socket, vitals: Callable[[], tuple[bool, bool]]) -> None:
+        self.loop = loop
+        self.vitals = vitals
+        """Whether this node's part of the generation is alive, and leased, at this moment."""
+        self.job = job
+        self.token = token
+        self.listener = listener
+        self.order: Json | None = None
+        self.callers: dict[Channel, float] = {}
+        self.questions: dict[str, tuple[Channel, float]] = {}
+        """The question in flight to each node, and when it was asked."""
+        self.heard: set[str] = set()
+        """Nodes that have answered a question of the present round."""
+        self.refused: set[str] = set()
+        """Nodes that have refused the connection: neither the keeper nor the supervisor of this generation lives there."""
+        loop.watch(listener.fileno(), lambda events: self._accept())
+
+    def begin(self, order: Json) -> None:
+        self.order = order
+
+    def expire(self) -> None:
+        """Give up on those that have not answered or asked in time."""
+        waiting = [*self.callers.items(), *self.questions.values()]
+        for channel, since in waiting:
+            if now() > since + TIMEOUT:
+                channel.drop()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.callers or self.questions)
+
+    # --- asking ---
+
+    def ask(self, answered: Callable[[Answer], None]) -> None:
+        """Ask every peer that has no question open."""
+        if self.order is None or cut(self.job.state, "peers"):
+            return
+        if not self.questions:
+            self.heard.clear()
+            self.refused.clear()
+        for peer in self.order["peers"]:
+            if peer["node"] not in self.questions:
+                self._ask(peer, self.order, answered)
+
+    def _ask(self, peer: Json, order: Json, answered: Callable[[Answer], None]) -> None:
+        family, target = resolve(peer["address"], peer["port"])
+        caller = socket.socket(family, socket.SOCK_STREAM)
+        caller.setblocking(False)
+        refused = caller.connect_ex(target) == errno.ECONNREFUSED
+        node, asked, nonce = peer["node"], now(), secrets.token_hex(16)
+        channel = Channel(
+            self.loop,
+            caller.detach(),
+            lambda answer: self._hear_answer(node, asked, nonce, answer, answered),
+            lambda: self._forget(node),
+            QUESTION_LIMIT,
+        )
+        if refused:
+            channel.error = errno.ECONNREFUSED
+        self.questions[node] = (channel, asked)
+        proof = mac(order["secret"], "ask", self.token.text, order["node"], nonce)
+        channel.send({"token": self.token.json, "from": order["node"], "nonce": nonce, "clock": True, "mac": proof})
+
+    def _forget(self, node: str) -> None:
+        question = self.questions.pop(node, None)
+        if question is not None and question[0].error == errno.ECONNREFUSED:
+            self.refused.add(node)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the round is over, a peer has refused it and none has answered."""
+        return bool(self.refused) and not self.heard and not self.questions
+
+    def _hear_answer(self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[Answer], None]) -> None:
+        if node in self.questions:
+            self.questions[node][0].drop()
+        if self.order is None or now() > asked + TIMEOUT or cut(self.job.state, "peers"):
+            return
+        highest, stopped, alive, leased = (answer.get(name) for name in ("highest", "stopped", "alive", "leased"))
+        stamp = answer.get("stamp")
+        clock = () if stamp is None else (stamp,)
+        proof = mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock)
+        if not hmac.compare_digest(proof, str(answer.get("mac"))):
+            return
+        self.heard.add(node)
+        because = None
+        if stopped is not None and self._order(stopped) >= self.token.order:
+            because = f"peer {node} knows that this generation was stopped"
+        elif highest is not None and self._order(highest) > self.token.order:
+            because = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
+        known = isinstance(stamp, float) and math.isfinite(stamp)
+        answered(Answer(node, asked, because, alive is True, leased is True, now(), stamp if known else None))
+
+    @staticmethod
+    def _order(pair: Any) -> Order:
+        return (int(pair[0]), int(pair[1]))
+
+    # --- being asked ---
+
+    def _accept(self) -> None:
+        try:
+            caller, _ = self.listener.accept()
+        except OSError:  # it hung up before we came to it
+            return
+        if len(self.callers) >= CALLERS:
+            caller.close()
+            return
+        channel = Channel(
+            self.loop,
+            caller.detach(),
+            lambda question: self._hear_question(channel, question),
+            lambda: self._hung_up(channel),
+            QUESTION_LIMIT,
+        )
+        self.callers[channel] = now()
+
+    def _hung_up(self, channel: Channel) -> None:
+        self.callers.pop(channel, None)
+
+    def _hear_question(self, channel: Channel, question: Json) -> None:
+        if cut(self.job.state, "peers"):
+            return
+        if self.order is None:  # not started yet: a peer that asks need not wait before it asks again
+            channel.drop()
+            return
+        try:
+            fields = Fields(question)
+            token, nonce = fields.token(), fields.text("nonce")
+            proof = mac(self.order["secret"], "ask", token.text, fields.text("from"), nonce)
+            given = fields.text("mac")
+        except Refused:
+            channel.drop()
+            return
+        if token.job_path != self.token.job_path or not hmac.compare_digest(proof, given):
+            channel.drop()
+            return
+        highest, stopped = self.job.highest()[:2]
+        alive, leased = self.vitals()
+        # A question of an earlier release does not ask for it, and expects a mac without it.
+        clock = (now(),) if question.get("clock") is True else ()
+        answer = {
+            "highest": highest,
+            "stopped": stopped,
+            "alive": alive,
+            "leased": leased,
+            **({"stamp": clock[0]} if clock else {}),
+            "mac": mac(self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock),
+        }
+        channel.send(answer)
+        channel.finish()
+
+
+def listen(address: str) -> socket.socket:
+    """Bind a port for peers to ask on."""
+    family, target = resolve(address, 0)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind(target)
+    except OSError as error:
+        listener.close()
+        raise Refused("cannot_start", f"no port can be bound on {address}: {os.strerror(error.errno or 0)}") from None
+    listener.listen(CALLERS)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,530 @@
+"""The keeper of one generation: forks its ranks, reaps them, journals exits, holds the lease.
+
+It talks only to its supervisor, its guard and the commands that give it orders, reads no progress and no logs, and never waits
+for anybody. What it writes may hang with the disk, so signals go out before anything is written, and the guard, which writes
+nothing, knows each deadline as well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from relaunch.agent import disk, processes
+from relaunch.agent.failpoints import pass_by
+from relaunch.agent.folders import FolderError
+from relaunch.agent.loop import Channel, Loop
+from relaunch.agent.node import kernel_log
+from relaunch.agent.protocol import Json, Refused, Token, now
+from relaunch.agent.ranks import cgroup, guard, journal, spawn, supervisor
+from relaunch.agent.ranks.journal import Journal
+from relaunch.agent.ranks.lease import Lease
+from relaunch.agent.ranks.link import ChildLink
+from relaunch.agent.ranks.upkeep import FolderUpkeep
+from relaunch.agent.state import Generation, boot_id, write_json
+
+IDLE = 5.0
+"""Seconds between looks at the clock when nothing is due."""
+SWEEP = (0.01, 0.25)
+"""Seconds between looks for what is left while stopping: from quick to patient."""
+STUCK_NOTICE = 0.5
+"""Seconds past SIGKILL after which those who ordered the stop are told what is left: less than they wait without a word."""
+FAREWELL = 1.0
+"""Seconds that the supervisor has to tell its watchers that this is the end."""
+
+
+@dataclass(frozen=True)
+class Sockets:
+    orders: socket.socket
+    watch: socket.socket
+    peers: socket.socket
+    master: socket.socket
+    """Holds MASTER_PORT until the ranks start, so that two generations are never given the same."""
+
+    @property
+    def handles(self) -> list[int]:
+        return [self.orders.fileno(), self.watch.fileno(), self.peers.fileno(), self.master.fileno()]
+
+
+def sign(generation: Generation) -> None:
+    """Write down that this process is to be the keeper: before it is, so that it can be found even if it is frozen on the way."""
+    found = processes.look(os.getpid())
+    if found is not None:
+        generation.write_identity("keeper", found.pid, found.started)
+
+
+def become(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+    """Be the keeper. Its sockets listen already, so whoever has the answer to `prepare` need not wait for it.
+
+    The process that carried out `prepare` turns into it: a fork less, and no moment at which one lives without the other.
+    """
+    os.setsid()
+    processes.set_name("relaunch-keep")
+    log = os.open(generation.path / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((null, 0), (null, 1), (log, 2)):
+        os.dup2(source, target)
+    processes.close_all_but([*sockets.handles, lock])
+    processes.reset_signals()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    processes.adopt_orphans()
+    Keeper(generation, token, order, sockets, lock).run()
+
+
+class Keeper:
+    def __init__(self, generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
+        self.generation = generation
+        self.token = token
+        self.order = order
+        self.sockets = sockets
+        self.loop = Loop()
+        self.own = processes.identify_self()
+        """This process, as the supervisor and the guard know it: they must not take another for it."""
+        self.journal = Journal(generation.journal, ranks=len(order["ranks"]))
+        self.journal_due_at = 0.0
+        """When to try again to write what the disk did not take."""
+        self.upkeep = FolderUpkeep(generation, token, order, lock)
+        self.state = "prepared"
+        self.start_order: Json | None = None
+        self.started: Json | None = None
+        self.alive: spawn.Ranks = {}
+        self.lease: Lease | None = None
+        self.kill_at = 0.0
+        self.launcher_kill_at: float | None = None
+        """By when a launcher has to end that has seen a rank fail. It is not stopped: it is asked to tell of that at last."""
+        self.sweep_at = 0.0
+        self.sweep_pause = SWEEP[0]
+        self.leaving = False
+        """Stopped or fenced: nothing is awaited any more once the ranks are gone."""
+        self.watchers = 0
+        self.wanted_at = now()
+        """When somebody last watched or renewed."""
+        self.callers: list[Channel] = []
+        self.asked: set[int] = set()
+        """Groups that were asked to go."""
+        self.strays: set[tuple[int, int]] = set()
+        """pid and start time of those outside of the groups that were asked."""
+        self.stoppers: list[tuple[Channel, bool]] = []
+        """Those who wait to hear that nothing of this generation is left, and whether it was going anyway."""
+        self.reported_stuck: dict[Channel, list[int]] = {}
+        """What each of them was told last that does not die."""
+        self.kernel = kernel_log.mark()
+        """Only noted here, before any rank runs, and handed down: reading it is the supervisor's."""
+        self.groups: list[tuple[int, int]] = []
+        """pid and start time of the ranks."""
+        self.cgroup: str | None = None
+        """The control group of the ranks, where there can be one."""
+        self.launch_ends: float | None = None
+        """While ranks are being forked: when the fence is due if this process does not get to say more."""
+        self.extensions = os.pipe()
+        """From every supervisor to every guard: when the fence is due by now."""
+        for handle in self.extensions:
+            os.set_blocking(handle, False)
+        self.link = ChildLink(self.loop, generation, "supervisor", self._become_supervisor, self._hear_supervisor)
+        self.guard = ChildLink(self.loop, generation, "guard", self._become_guard, lambda told: None)
+
+    def run(self) -> None:
+        waking, woken = os.pipe()
+        for handle in (waking, woken):
+            os.set_blocking(handle, False)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self.loop.watch(waking, lambda events: self._woken(waking))
+        self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
+        while not self._over():
+            self.loop.turn(self._next_deadline())
+            self._tick()
+        self._farewell()
+        self.journal.close()  # the room that it did not need
+
+    # --- what happens ---
+
+    def _woken(self, waking: int) -> None:
+        try:
+            os.read(waking, 4096)
+        except BlockingIOError:
+            pass
+        self.upkeep.due_at = 0.0  # a command that misses our files sends a signal, too
+        self._reap()
+
+    def _reap(self) -> None:
+        # First: what the guard has ended for us was stopped, and the supervisor has said why before it did so.
+        self.link.hear_pending()
+        self._fence_if_due()
+        exits = []
+        numbers = {pid: rank for rank, pid in self.alive.items()}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if not self.link.reaped(pid) and not self.guard.reaped(pid) and pid in numbers:
+                exits.append((numbers[pid], pid, status))
+        if exits:
+            self._ranks_exited(exits)
+
+    def _ranks_exited(self, exits: list[tuple[int, int, int]]) -> None:
+        stopped = self.state == "stopping"
+        observations: list[tuple[str, dict[str, Any]]] = []
+        failed = False
+        for rank, pid, status in exits:
+            del self.alive[rank]
+            killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            failed = failed or code != 0
+            fields = {
+                "rank": rank,
+                "local_rank": self.order["ranks"].index(rank),
+                "pid": pid,
+                "exit_code": code,
+                "signal": killed,
+                "stopped": stopped,
+            }
+            if self.start_order is not None and "launched" in self.start_order:
+                fields["launcher"] = True
+            observations.append(("RankExited", fields))
+        if self.state == "running" and (failed or not self.alive):
+            self._begin_stop(self.order["stop_grace"])
+        pass_by(self.generation.state, "keeper.reaped")
+        self.journal.append(*observations)
+        if not stopped:
+            self._publish()  # what has failed, before the look for strays, which takes milliseconds
+        pass_by(self.generation.state, "keeper.journaled")
+        if self.state == "stopping":
+            self._sweep()
+            self._publish()
+
+    def _begin_stop(self, grace: float) -> None:
+        """Ask everything to go; what has not gone after `grace` is killed.
+
+        Whatever began it, nothing outlives the handle by more than the grace that was prepared: not in a machine that
+        slept past that time either.
+        """
+        if self.state == "running":
+            self.state = "stopping"
+            ends = self.lease.ends if self.lease is not None else None
+            self.kill_at = now() + grace if ends is None else min(now() + grace, ends + self.order["stop_grace"])
+            self._tell_supervisor()  # first, for it answers for us that we are alive
+            for pid in self.alive.values():
+                self.asked.add(pid)
+                processes.kill_group(pid, signal.SIGTERM)
+                processes.kill_group(pid, signal.SIGCONT)
+        self.kill_at = min(self.kill_at, now() + grace)
+        self._inform_guard()
+        self.sweep_pause = SWEEP[0]
+        self.sweep_at = now()
+
+    def _sweep(self) -> None:
+        """Kill what has had its time; say so when nothing is left: everything that ranks ever forked is below a subreaper."""
+        if not self.alive and not set(processes.children()) - {self.link.pid, self.guard.pid}:
+            self.state = "ended"
+            self.wanted_at = now()
+            self._inform_guard()
+            self._confirm()
+            return
+        if now() < self.kill_at:
+            self._ask_strays()
+        else:
+            for pid in self.alive.values():
+                processes.kill_group(pid, signal.SIGKILL)
+            left = self._find_below()
+            for process in left:
+                processes.kill(process, signal.SIGKILL)
+            if self.cgroup is not None:
+                cgroup.kill(self.cgroup)
+            if now() >= self.kill_at + STUCK_NOTICE:
+                self._report_stuck(left)
+        self.sweep_pause = min(SWEEP[1], self.sweep_pause * 1.5)
+        self.sweep_at = now() + self.sweep_pause
+
+    def _find_below(self) -> list[processes.Process]:
+        """Everything that lives and that a rank has forked, and the ranks."""
+        return processes.descendants(os.getpid(), without=[self.link.pid, self.guard.pid])
+
+    def _ask_strays(self) -> None:
+        """Ask what has a group of its own to go too, each once."""
+        for process in self._find_below():
+            identity = process.pid, process.started
+            if process.group not in self.asked and identity not in self.strays:
+                self.strays.add(identity)
+                processes.kill(process, signal.SIGTERM)
+
+    def _report_stuck(self, left: list[processes.Process]) -> None:
+        """Tell those who ordered the stop what does not die, each time that is something else."""
+        pids = sorted(process.pid for process in left)
+        for caller, _ in self.stoppers:
+            if self.reported_stuck.get(caller) != pids:
+                self.reported_stuck[caller] = pids
+                caller.send({"stuck": [(process.pid, process.started) for process in left]})
+
+    def _confirm(self) -> None:
+        """Tell those who ordered the stop, before the journal and the watchers: the next generation waits for it."""
+        for caller, already in self.stoppers:
+            caller.send({"gone": True, "already": already})
+        self.stoppers.clear()
+        self.reported_stuck.clear()
+
+    def _fence_if_due(self) -> None:
+        if self.state == "running" and self.lease is not None and self.lease.fenced(now()) is not None:
+            self.link.hear_pending()  # after a stop of this process, renewals wait here to be read
+            fenced = self.lease.fenced(now())
+            if fenced is not None:
+                self._fence(*fenced)
+
+    def _tick(self) -> None:
+        self._fence_if_due()
+        if self.state == "running" and self.launcher_kill_at is not None and now() >= self.launcher_kill_at:
+            self.launcher_kill_at = float("inf")
+            for pid in self.alive.values():
+                processes.kill_group(pid, signal.SIGKILL)
+        if self.state == "stopping" and now() >= self.sweep_at:
+            self._reap()
+            self._sweep()
+            self._publish()
+        if now() >= self.upkeep.due_at:
+            self._keep_folder()
+        if self.journal.pending and now() >= self.journal_due_at:
+            self._publish()
+        if self.link.tick():
+            self.watchers = 0
+            self.wanted_at = max(self.wanted_at, now())
+            self._inform_guard()
+        self.guard.tick()
+
+    def _fence(self, why: str, because: str) -> None:
+        if self.state == "running":
+            self.leaving = True
+            self._begin_stop(self.order["stop_grace"])
+            self.journal.append(("Fenced", {"why": why, "because": because}))
+
+    def _next_deadline(self) -> float:
+        times = [now() + IDLE, self.link.next_deadline, self.guard.next_deadline, self.upkeep.due_at]
+        if self.journal.pending:
+            times.append(self.journal_due_at)
+        if self.state == "prepared":
+            times.append(self.order["valid_until"])
+        elif self.state == "running":
+            times += [at for at in (self.launcher_kill_at, self.lease.ends if self.lease is not None else None) if at is not None]
+        elif self.state == "stopping":
+            times.append(self.sweep_at)
+        elif self.state == "ended" and not self.watchers:
+            times.append(self.wanted_at + self.order["lease"])
+        return min(times)
+
+    def _over(self) -> bool:
+        if self.state == "prepared":
+            return self.leaving or now() > self.order["valid_until"]
+        unwanted = not self.watchers and now() > self.wanted_at + self.order["lease"]
+        # An exit that the disk has not taken is lost with this process.
+        leaving = self.leaving and not self.journal.pending
+        return self.state == "ended" and (leaving or unwanted)
+
+    def _farewell(self) -> None:
+        """Let the supervisor tell its watchers that nothing more will come."""
+        self._confirm()
+        self.state = "gone"
+        self._publish()
+        deadline = now() + FAREWELL
+        while self.link.pid and now() < deadline:
+            self.loop.turn(deadline)
+        self.link.kill()
+        self.guard.kill()
+        if self.cgroup is not None:
+            cgroup.remove(self.cgroup)
+
+    # --- orders ---
+
+    def _accept(self) -> None:
+        try:
+            caller, _ = self.sockets.orders.accept()
+        except OSError:  # it hung up before we came to it
+            return
+        channel = Channel(self.loop, caller.detach(), lambda order: self._obey(channel, order), lambda: self.callers.remove(channel))
+        self.callers.append(channel)
+
+    def _obey(self, caller: Channel, order: Json) -> None:
+        if "start" in order:
+            caller.send(self._start(order["start"]))
+        elif "stop" in order:
+            caller.send({"stopping": True})
+            self.stoppers.append((caller, self.leaving))
+            self.leaving = True
+            if self.state in ("running", "stopping"):
+                is_news = self.state == "running" or bool(self.alive)
+                self._begin_stop(order["stop"]["stop_grace"])
+                if is_news:
+                    self.journal.append(("Stopped", {"because": order["stop"]["because"]}))
+            else:
+                self._confirm()
+
+    def _start(self, order: Json) -> Json:
+        if self.started is not None:
+            return {**self.started, "already": True} if self.started["outcome"] == "done" else self.started
+        if self.leaving:
+            return Refused("expired", "an order to stop came first").answer
+        if order["prepared"] != self.order["answer"]["stamp"]:
+            return Refused("expired", "this order goes with another preparation of the generation").answer
+        if now() > self.order["valid_until"]:
+            return Refused("expired", f"prepared more than {self.order['valid_for']:g} s ago").answer
+        pass_by(self.generation.state, "start.received")
+        boot = boot_id(self.generation.state)
+        # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
+        self.cgroup = cgroup.make(self.generation.path)
+        kernel = kernel_log.written(self.kernel)
+        launching = {"stamp": now(), "boot_id": boot, "kernel": kernel, "cgroup": self.cgroup, "pids": None}
+        try:
+            self._record_launch(launching)
+        except Refused as refused:
+            return refused.answer
+        self.sockets.master.close()
+        begins = min(spawn.EXEC_PATIENCE, self.order["fence_after"])
+        self.launch_ends = now() + begins + self.order["lease"]
+        self._inform_guard()
+        try:
+            spawn.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
+            pids = {str(rank): pid for rank, pid in self.alive.items()}
+            found = {rank: processes.look(pid) for rank, pid in pids.items()}
+            identities = {rank: (process.pid, process.started) for rank, process in found.items() if process is not None}
+            self.groups = list(identities.values())
+            self._record_launch({**launching, "stamp": now(), "pids": identities})
+        except Refused as refused:
+            self.started = refused.answer
+            try:
+                self._record_launch({**launching, "stamp": now(), "refused": refused.answer})
+            except Refused as unwritten:  # that it was tried is written, and it is not tried again
+                disk.log(unwritten.answer["because"])
+            self.state, self.leaving, self.kill_at = "stopping", True, 0.0
+            self.alive.clear()
+            self._inform_guard()
+            self._sweep()
+            return self.started
+        pass_by(self.generation.state, "start.forked")
+        self.started = {"outcome": "done", "pids": pids, "already": False}
+        self.start_order = order
+        self.state = "running"
+        self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
+        self._tell_supervisor(begin=True)
+        self.link.due_at = self.guard.due_at = now()  # where they were not forked yet: the ranks are not to be without them
+        return self.started
+
+    # --- the guard ---
+
+    def _become_guard(self, link: int) -> None:
+        state = str(self.generation.state)
+        guard.run(self.token, self.order, state, self.own, link, self.extensions[0], self._guard_news())
+
+    def _inform_guard(self) -> None:
+        self.guard.send(self._guard_news())
+
+    def _guard_news(self) -> Json:
+        ends = self.lease.ends if self.lease is not None else self.launch_ends
+        kill_at = self.kill_at if self.state == "stopping" else None
+        may_run = self.launch_ends is not None
+        return guard.news_of(self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup)
+
+    def _record_launch(self, record: Json) -> None:
+        """Write started.json; raise Refused where the disk has no room for it."""
+        try:
+            write_json(self.generation.path / "started.json", record, durable=False)
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            raise disk.refuse(self.generation.state, "no rank was started") from error
+        self.upkeep.launch = record
+
+    # --- the folder ---
+
+    def _keep_folder(self) -> None:
+        """Make again what was removed from the folder; stop if the job has moved on meanwhile."""
+        missing = self.upkeep.find_missing()
+        try:
+            if missing:
+                self._restore(missing)
+            superseded = self.upkeep.find_successor()
+        except (OSError, FolderError) as error:  # training goes on; the next look tries again
+            disk.log(f"the folder of this generation cannot be made again: {error}")
+            return
+        if superseded is not None:
+            self.leaving = True
+            self._fence("superseded", superseded)
+
+    def _restore(self, missing: list[Path]) -> None:
+        own = self.generation.path
+        self.upkeep.restore(missing, self.alive)
+        if self.generation.journal in missing:
+            self.journal.restore(self.generation.journal)
+        if own / "orders" in missing:
+            self.loop.forget(self.sockets.orders.fileno())
+            self.sockets.orders.close()
+            self.sockets = replace(self.sockets, orders=self.generation.listen("orders"))
+            self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
+        if own / "sock" in missing:
+            self.sockets.watch.close()
+            self.sockets = replace(self.sockets, watch=self.generation.listen("sock"))
+            self.link.kill()  # another supervisor is born with the new socket
+
+    # --- the supervisor ---
+
+    def _become_supervisor(self, link: int) -> None:
+        sockets = supervisor.Sockets(self.sockets.watch, self.sockets.peers, link, self.extensions[1])
+        supervisor.run(self.generation, self.token, self.order, self.own, sockets, self.kernel, self._news(begin=True))
+
+    def _publish(self) -> None:
+        """Let the watchers have what the journal holds, once the disk has it."""
+        self.journal.sync()
+        self.journal_due_at = now() + journal.RETRY_INTERVAL
+        self._tell_supervisor()
+
+    def _tell_supervisor(self, begin: bool = False) -> None:
+        self._inform_guard()
+        self.link.send(self._news(begin))
+
+    def _news(self, begin: bool) -> Json:
+        lease = self.lease if self.state == "running" else None
+        news: Json = {
+            "state": self.state,
+            "seq": self.journal.synced,
+            "alive": list(self.alive),
+            "pids": list(self.alive.items()),
+            "guard": self.guard.pid,
+            "kill_at": self.kill_at if self.state == "stopping" else None,
+            "handle": None if lease is None else lease.alive_until,
+            "alive_until": None if lease is None else lease.ends,
+            "leased_until": None if lease is None else lease.leased_until,
+            "renewed": lease is not None and lease.renewed,
+        }
+        if begin and self.start_order is not None:
+            news["start"] = self.start_order
+        return news
+
+    def _hear_supervisor(self, told: Json) -> None:
+        if "alive" in told:
+            self.link.send({"here": True})
+        if "watchers" in told:
+            self.watchers = told["watchers"]
+            self.wanted_at = now()
+        if "renew" in told:
+            self.wanted_at = now()
+            if self.lease is not None and self.lease.renew(told["renew"], now()):
+                self._tell_supervisor()
+        if "stood_still" in told and self.lease is not None:
+            self.lease.shift(told["stood_still"])
+            self._tell_supervisor()
+            self._fence_if_due()
+        if "alone" in told:
+            self._fence("isolated", told["alone"])
+        if "vouched" in told and self.lease is not None:
+            self.lease.vouched(told["vouched"])
+            self._tell_supervisor()
+        if "failed_below" in told and self.state == "running" and self.launcher_kill_at is None:
+            self.launcher_kill_at = now() + self.order["stop_grace"]
+            for pid in self.alive.values():
+                processes.kill_group(pid, signal.SIGTERM)
+        if "superseded" in told:
+            self._fence("superseded", told["superseded"])

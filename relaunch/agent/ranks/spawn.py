@@ -1,0 +1,120 @@
+"""Starts ranks: fork, a session of its own, death with the keeper, exec.
+
+Decides nothing about when, and reaps nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import time
+from typing import Dict, NoReturn
+
+from relaunch.agent import disk, processes
+from relaunch.agent.failpoints import pass_by
+from relaunch.agent.protocol import Json, Refused, Token
+from relaunch.agent.ranks import launched
+from relaunch.agent.state import Generation
+
+EXEC_PATIENCE = 30.0
+"""Seconds for a program to be found and begun; a cold network file system takes several."""
+
+Ranks = Dict[int, int]
+"""pid by global rank."""
+
+
+def rank_environment(base: dict[str, str], order: Json, generation: Generation, token: Token, index: int, rank: int) -> dict[str, str]:
+    kept = {name: value for name, value in base.items() if not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))}
+    return {
+        **kept,
+        **order["env"],
+        **order["rank_env"][index],
+        "TORCHELASTIC_ERROR_FILE": str(generation.error(rank)),
+        "RELAUNCH_PROGRESS_FILE": str(generation.progress(rank)),
+        "RELAUNCH_TOKEN": token.text,
+        "RELAUNCH_NODE_STATE": str(generation.state),
+    }
+
+
+def _become(order: Json, command: list[str], environment: dict[str, str], log: int, failure: int, keeper: int) -> NoReturn:
+    """Turn this freshly forked process into the rank. What fails is written to the pipe `failure`."""
+    step = "prepare the process"
+    try:
+        os.setsid()
+        processes.die_with(keeper)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if order["workdir"] is not None:
+            step = "workdir"
+            os.chdir(order["workdir"])
+        step = "exec"
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all that a keeper ignores; handlers end with exec
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        report = {"step": step, "errno": error.errno, "text": error.strerror}
+    except BaseException as error:  # whatever it is, this process must not go on as a second keeper
+        report = {"step": step, "errno": None, "text": repr(error)}
+    os.write(failure, json.dumps(report).encode())
+    os._exit(127)
+
+
+def _refusal(order: Json, rank: int, report: Json) -> Refused:
+    program = order["command"][0]
+    if report["step"] == "workdir" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
+        return Refused("workdir_missing", f"workdir {order['workdir']} is not a folder on this node")
+    if report["step"] == "exec" and report["errno"] in (errno.ENOENT, errno.ENOTDIR):
+        return Refused("command_not_found", f"the command {program} is not found on this node's PATH")
+    subject = f"the command {program}" if report["step"] == "exec" else f"workdir {order['workdir']}"
+    return Refused("cannot_start", f"rank {rank} cannot be started: {subject}: {report['text']}")
+
+
+def launch(generation: Generation, token: Token, ranks: list[int], order: Json, started: Ranks) -> None:
+    """Start all ranks, entering each in `started` as soon as it is forked; raise Refused when one cannot be."""
+    keeper = os.getpid()
+    base = dict(os.environ)
+    own = order.get("launched")
+    command = order["command"] if own is None else [*order["command"], *launched.before(own["command"], own["env"])]
+    reports: dict[int, int] = {}
+    try:
+        for index, rank in enumerate(ranks):
+            environment = rank_environment(base, order, generation, token, index, rank)
+            log = os.open(generation.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            reading, writing = os.pipe()
+            reports[reading] = rank
+            pid = os.fork()
+            if pid == 0:
+                _become(order, command, environment, log, writing, keeper)
+            started[rank] = pid
+            os.close(log)
+            os.close(writing)
+            if index == 0:
+                pass_by(generation.state, "start.forking")
+        _await_exec(order, dict(reports))
+    except OSError as error:
+        if disk.is_full(error):
+            raise disk.refuse(generation.state, "ranks cannot be started") from error
+        raise Refused("cannot_start", f"ranks cannot be started: {error.strerror}") from error
+    finally:
+        for reading in reports:
+            os.close(reading)
+
+
+def _await_exec(order: Json, waiting: dict[int, int]) -> None:
+    """Return when the pipe of every rank was closed by its exec."""
+    deadline = time.monotonic() + EXEC_PATIENCE
+    while waiting:
+        poll = select.poll()
+        for reading in waiting:
+            poll.register(reading, select.POLLIN)
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ready:
+            raise Refused("cannot_start", f"the command {order['command'][0]} was not begun within {EXEC_PATIENCE:g} s")
+        for reading, _ in ready:
+            report = os.read(reading, 65536)
+            rank = waiting.pop(reading)
+            if report:
+                raise _refusal(order, rank, json.loads(report))

@@ -1,0 +1,185 @@
+"""The watch command: passes on what the supervisor of a generation says, or, when it is gone, what its journal says."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from pathlib import Path
+
+from relaunch.agent.loop import parse, take_line
+from relaunch.agent.node import kernel_log
+from relaunch.agent.protocol import Fields, Json, Refused, line, now
+from relaunch.agent.ranks import evidence, journal
+from relaunch.agent.ranks.stop import await_records
+from relaunch.agent.state import Generation, JobState, boot_id, read_json
+
+LOCK_PATIENCE = 120.0
+"""As for the orders: a stop that holds the lock takes its grace and its proof."""
+HELLO_PATIENCE = 15.0
+"""Seconds to be greeted: longer than a keeper waits before it replaces a frozen supervisor."""
+RETRY = 0.02
+
+
+class Closed(Exception):
+    """Whoever watched went away."""
+
+
+class Watch:
+    def __init__(self, state: Path, order: Fields, reading: int, writing: int) -> None:
+        self.token = order.token()
+        self.after = order.whole("after_seq", 0)
+        self.heartbeat = order.number("heartbeat", 10.0, least=0.01)
+        self.job = JobState.of(state, self.token)
+        self.generation: Generation = self.job.generation(self.token.order)
+        self.reading = reading
+        self.writing = writing
+        self.greeted = False
+        self._in = bytearray()
+        await_records(self.generation)
+        known = self.generation.given
+        if known is None or not self._is_ours(known):
+            because = f"generation {self.token.generation} was never prepared on this node"
+            raise Refused("no_such_generation", because, place=self.job.place)
+        self.ranks: list[int] = known["ranks"]
+
+    def _is_ours(self, known: Json) -> bool:
+        return bool(known["token"] == self.token.json)
+
+    def run(self) -> None:
+        try:
+            while True:
+                supervisor = self.generation.connect("sock", timeout=5.0)
+                if supervisor is not None:
+                    with supervisor:
+                        if self._relay(supervisor):
+                            return
+                await_records(self.generation)
+                if not self.generation.keeper_lives() and not self._supervisor_serves():
+                    self._tell_from_disk()
+                    return
+                self._pause()
+        except Closed:
+            return
+
+    def _supervisor_serves(self) -> bool:
+        """Whether a supervisor outlived its keeper: the socket answers as long as one process listens."""
+        probe = self.generation.connect("sock", timeout=1.0)
+        if probe is None:
+            return False
+        probe.close()
+        return True
+
+    def _pause(self) -> None:
+        ready, _, _ = select.select([self.reading], [], [], RETRY)
+        if ready:
+            self._take_input(None)
+
+    # --- from the supervisor ---
+
+    def _relay(self, supervisor: socket.socket) -> bool:
+        """Pass lines both ways; return whether it said that this was the end."""
+        try:
+            supervisor.sendall(line({"watch": {"after_seq": self.after, "heartbeat": self.heartbeat}}))
+        except OSError:  # it died between two lines: look again
+            return False
+        heard = bytearray()
+        silent_until: float | None = time.monotonic() + HELLO_PATIENCE
+        while True:
+            patience = None if silent_until is None else max(0.0, silent_until - time.monotonic())
+            ready, _, _ = select.select([supervisor.fileno(), self.reading], [], [], patience)
+            if not ready:
+                return False
+            if self.reading in ready:
+                self._take_input(supervisor)
+            if supervisor.fileno() in ready:
+                try:
+                    data = supervisor.recv(65536)
+                except OSError:
+                    data = b""
+                if not data:
+                    return False
+                silent_until = None
+                heard += data
+                while True:
+                    text = take_line(heard)
+                    if text is None:
+                        break
+                    if self._pass_on(text):
+                        return True
+
+    def _pass_on(self, text: bytes) -> bool:
+        if text.startswith(b'{"hello"'):
+            if self.greeted:  # the supervisor was replaced: its watchers need not know
+                return False
+            self.greeted = True
+        elif text.startswith(b'{"observation"'):
+            value = parse(text)
+            if value is None or value["observation"]["seq"] <= self.after:
+                return False
+            self.after = value["observation"]["seq"]
+        self._write(text + b"\n")
+        return text.startswith(b'{"end"')
+
+    def _take_input(self, supervisor: socket.socket | None) -> None:
+        """Pass on renewals. While nobody is there to hear them they are lost, as heartbeats are."""
+        data = os.read(self.reading, 65536)
+        if not data:
+            raise Closed
+        self._in += data
+        while True:
+            text = take_line(self._in)
+            if text is None:
+                return
+            value = parse(text)
+            if supervisor is not None and value is not None and "renew" in value:
+                try:
+                    supervisor.sendall(line({"renew": value["renew"]}))
+                except OSError:  # the reading side sees it too
+                    return
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self.writing, data) :]
+        except BrokenPipeError:
+            raise Closed from None
+
+    # --- from the disk ---
+
+    def _tell_from_disk(self) -> None:
+        with self.job.locked(LOCK_PATIENCE):
+            observations = journal.read(self.generation.journal)
+            vanished = self._vanished(observations)
+            if vanished is not None:
+                record = journal.Journal(self.generation.journal)
+                record.append(("RanksVanished", vanished))
+                # On a full disk it is told all the same: the next look comes to the same, by the same number.
+                record.close()
+                observations = [*journal.read(self.generation.journal), *record.pending]
+        if not self.greeted:
+            boot = boot_id(self.generation.state)
+            hello = {"token": self.token.json, "boot_id": boot, "state": "gone", "ranks": self.ranks, "stamp": now()}
+            self._write(line({"hello": {**hello, "place": self.job.place}}))
+        reading = kernel_log.reading_of(self.generation, None) if kernel_log.asked_for(observations[self.after :]) else None
+        for observation in observations[self.after :]:
+            self._write(line({"observation": evidence.told(self.generation, observation, reading)}))
+        self._write(line({"end": {"seq": len(observations)}}))
+
+    def _vanished(self, observations: list[Json]) -> Json | None:
+        """Return what to add to a journal that does not tell the end of every rank."""
+        started = self.generation.started
+        if started is None or started.get("refused") or journal.told_of_the_end(observations):
+            return None
+        missing = sorted(set(self.ranks) - journal.exited(observations))
+        if not missing:
+            return None
+        born = (read_json(self.generation.path / "keeper.json") or {}).get("boot_id")
+        rebooted = born != boot_id(self.generation.state)
+        how = "the node rebooted" if rebooted else "the keeper and its supervisor died"
+        return {"because": f"{how}; the exits of ranks {missing} are not known", "rebooted": rebooted}
+
+
+def watch(state: Path, order: Fields, reading: int, writing: int) -> None:
+    Watch(state, order, reading, writing).run()

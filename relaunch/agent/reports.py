@@ -1,0 +1,236 @@
+"""What a node can tell without changing anything: its jobs, its logs, the stacks of its ranks."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from relaunch.agent import processes
+from relaunch.agent.node import gpu_users, gpus, hold, reboots
+from relaunch.agent.protocol import VERSION, Fields, Json, Refused, bad
+from relaunch.agent.ranks import journal, retention
+from relaunch.agent.state import Generation, JobState, boot_id, read_json
+
+POLL = 0.05
+"""Seconds between looks for new log lines while a caller waits."""
+THREADS = 256
+"""Threads of one rank that are looked at."""
+PY_SPY_PATIENCE = 20.0
+
+
+def _state_of(generation: Generation, observations: list[Json]) -> str:
+    """Say from the files what the keeper would say."""
+    if not generation.keeper_lives():
+        return "gone"
+    if generation.started is None:
+        return "prepared"
+    pids = generation.pids
+    if len(journal.exited(observations)) == len(pids):
+        return "ended"
+    over = any(seen["kind"] != "RankExited" or seen["exit_code"] != 0 for seen in observations)
+    return "stopping" if over else "running"
+
+
+def list_jobs(state: Path, order: Fields) -> Json:
+    """Which generations live here, and with `gpus` what NVML says of the GPUs and who computes on them."""
+    jobs = []
+    folder = state / "jobs"
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        highest = read_json(entry / "highest.json")
+        if highest is None:
+            continue
+        job = JobState.named(state, highest)
+        generations = []
+        for generation in job.generations():
+            given = generation.given
+            if given is None:
+                continue
+            pids, groups = generation.pids, generation.groups
+            ranks: list[Json] = []
+            for rank in given["ranks"]:
+                pid = pids[rank][0] if rank in pids else None
+                alive = pid in groups and processes.lives(pid, groups[pid])
+                ranks.append({"rank": rank, "pid": pid, "alive": alive})
+            generations.append(
+                {
+                    "submission": generation.order[0],
+                    "generation": generation.order[1],
+                    "state": _state_of(generation, journal.read(generation.journal)),
+                    "ranks": ranks,
+                    **({"fleet": given["fleet"]} if given.get("fleet") else {}),
+                }
+            )
+        jobs.append(
+            {
+                **job.names,
+                **{name: highest[name] for name in ("prepared", "stopped")},
+                "generations": generations,
+            }
+        )
+    held = hold.held(state)
+    answer: Json = {"outcome": "done", "boot_id": boot_id(state), "protocol": VERSION, "jobs": jobs, "held": held}
+    # Whoever holds the node may be resetting its GPUs, which wants nobody to have them open.
+    if not order.flag("gpus", False) or held is not None or reboots.under_way(state) is not None:
+        return answer
+    return {**answer, "gpus": gpu_users.told(state, gpus.read(state, inventory_only=True))}
+
+
+def _known(state: Path, order: Fields) -> tuple[Generation, list[int]]:
+    token = order.token()
+    generation = JobState.of(state, token).generation(token.order)
+    given = generation.given
+    if given is None:
+        raise Refused("no_such_generation", f"generation {token.generation} was never prepared on this node")
+    return generation, given["ranks"]
+
+
+def _tail_offset(path: Path, lines: int, most: int) -> int:
+    """Where the last lines of a log begin, looking back over at most this many bytes."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = max(0, size - most)
+            file.seek(begin)
+            data = file.read(most)
+    except FileNotFoundError:
+        return 0
+    at = len(data) - (1 if data.endswith(b"\n") else 0)
+    for _ in range(lines):
+        at = data.rfind(b"\n", 0, max(at, 0))
+        if at < 0:
+            return begin
+    return begin + at + 1
+
+
+def _chunk(path: Path, rank: int, offset: int, most: int, whole: bool) -> Json | None:
+    """Read on from an offset. A letter whose bytes are not all there yet is left for the next time, unless `whole`."""
+    try:
+        with open(path, "rb") as file:
+            begin = retention.find_kept(file.fileno(), offset)
+            if begin > offset:
+                left_out = f"[relaunch: {begin - offset} bytes left out, this log outgrew its share of the disk]\n"
+                return {"rank": rank, "offset": offset, "next": begin, "data": left_out}
+            file.seek(offset)
+            data = file.read(most)
+    except FileNotFoundError:
+        return None
+    if not whole or len(data) == most:
+        for back in range(1, min(4, len(data))):
+            if data[-back] & 0xC0 == 0xC0:
+                length = 2 if data[-back] < 0xE0 else 3 if data[-back] < 0xF0 else 4
+                if back < length:
+                    data = data[:-back]
+                break
+            if data[-back] < 0x80:
+                break
+    if not data:
+        return None
+    return {"rank": rank, "offset": offset, "next": offset + len(data), "data": data.decode(errors="replace")}
+
+
+def logs(state: Path, order: Fields, reading: int) -> Json:
+    generation, ranks = _known(state, order)
+    most = order.whole("max_bytes", 65536)
+    if most < 4:
+        bad("max_bytes", most, "at least 4, the longest letter of UTF-8")
+    deadline = time.monotonic() + order.number("wait", 0.0)
+    lines = None if order.order.get("tail") is None else order.whole("tail")
+    given = order.order.get("offsets")
+    fields = Fields({} if given is None else given, "offsets.")
+    for name in fields.order:
+        if not name.isdigit():
+            bad("a name in offsets", name, "a global rank")
+        fields.whole(name)
+    offsets: dict[int, int] = {}
+    for rank in [*ranks, *generation.launched]:  # a reader follows the whole job, so its offsets name the ranks of other nodes too
+        if str(rank) in fields.order:
+            offsets[rank] = fields.whole(str(rank))
+        else:
+            offsets[rank] = 0 if lines is None else _tail_offset(generation.log(rank), lines, most)
+    while True:
+        over = _ranks_are_gone(generation, ranks)
+        found = [_chunk(generation.log(rank), rank, offset, most, over) for rank, offset in offsets.items()]
+        chunks = [chunk for chunk in found if chunk is not None]
+        ended = over and all(_read_up(generation, rank, offset, chunks) for rank, offset in offsets.items())
+        left = deadline - time.monotonic()
+        if chunks or ended or left <= 0:
+            return {"outcome": "done", "chunks": chunks, "ended": ended}
+        ready, _, _ = select.select([reading], [], [], min(POLL, left))
+        if ready and not os.read(reading, 65536):
+            deadline = 0.0
+
+
+def _ranks_are_gone(generation: Generation, ranks: list[int]) -> bool:
+    if not generation.keeper_lives():
+        return True
+    return len(journal.exited(journal.read(generation.journal))) == len(ranks)
+
+
+def _read_up(generation: Generation, rank: int, offset: int, chunks: list[Json]) -> bool:
+    after = next((chunk["next"] for chunk in chunks if chunk["rank"] == rank), offset)
+    try:
+        return bool(after >= generation.log(rank).stat().st_size)
+    except FileNotFoundError:
+        return True
+
+
+def _text(path: str) -> Any:
+    try:
+        with open(path, "rb") as file:
+            return file.read(16384).decode(errors="replace").rstrip()
+    except OSError as error:
+        return {"unreadable": str(error.strerror)}
+
+
+def _py_spy(pid: int) -> Any:
+    program = shutil.which("py-spy")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "dump", "--pid", str(pid)],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PY_SPY_PATIENCE,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"unreadable": str(error)}
+    if done.returncode != 0:
+        return {"unreadable": done.stderr.decode(errors="replace")[-500:]}
+    return done.stdout.decode(errors="replace")[:65536]
+
+
+def stacks(state: Path, order: Fields) -> Json:
+    generation, processes_here = _known(state, order)
+    launched = generation.launched
+    ranks = [*launched] or processes_here
+    if order.order.get("rank") is not None:
+        rank = order.whole("rank")
+        if rank not in ranks:
+            bad("rank", rank, f"one of {ranks}")
+        ranks = [rank]
+    pids, groups = {**generation.pids, **launched}, generation.groups
+    if groups:  # else the node has rebooted, and the pids mean nothing
+        groups.update(launched.values())
+    found: list[Json] = []
+    for rank in ranks:
+        pid = pids[rank][0] if rank in pids else None
+        if pid is None or pid not in groups or not processes.lives(pid, groups[pid]):
+            found.append({"rank": rank, "pid": pid, "unreadable": "the rank does not run"})
+            continue
+        threads = []
+        try:
+            tasks = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))[:THREADS]
+        except FileNotFoundError:
+            tasks = []
+        for task in tasks:
+            folder = f"/proc/{pid}/task/{task}"
+            threads.append({"tid": task, **{name: _text(f"{folder}/{name}") for name in ("wchan", "status", "stack")}})
+        found.append({"rank": rank, "pid": pid, "threads": threads, "py_spy": _py_spy(pid)})
+    return {"outcome": "done", "stacks": found}

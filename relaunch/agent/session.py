@@ -1,0 +1,238 @@
+"""The connection to a controller: one or many commands, each in a child of its own, its lines passed on whole.
+
+The children are forked ahead and serve again: a recovery would wait for the fork. Holds no state. What happens to it makes
+the orders in flight ambiguous and nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+from pathlib import Path
+from typing import Any
+
+from relaunch.agent.children import Child, write
+from relaunch.agent.failpoints import cut
+from relaunch.agent.loop import parse, take_line
+from relaunch.agent.protocol import VERSION, Json, Refused, line
+from relaunch.agent.state import boot_id
+
+FINISHED_ALWAYS = ("prepare", "start", "stop", "reset-gpus", "reboot")
+"""What is under way is finished although nobody listens any more; the others end."""
+HEALED = 0.2
+"""Seconds between looks whether a cut was lifted."""
+SPARES = 2
+"""Children that wait for a command: one that `prepare` will turn into a keeper, and one for the `start` that follows."""
+QUIET = 0.05
+"""Seconds without a line before spares are replaced: a fork costs 2 ms, and a launch is not to wait for it."""
+
+
+class Session:
+    """Relays between a controller and the commands.
+
+    A cut drops what it would drop on a network. A connection that lost a line cannot go on as if it had not,
+    so once the cut is lifted it breaks.
+    """
+
+    def __init__(self, state: Path, single: str | None = None) -> None:
+        self.state = state
+        self.single = single
+        """The one command of a one-shot call, whose lines are not wrapped."""
+        self.children: dict[int, Child] = {}
+        """Those that have a command, by the descriptor that they answer on."""
+        self.spares: dict[int, Child] = {}
+        self.unreaped: set[int] = set()
+        """What is ending, and keepers: children of this process until either ends."""
+        self.buffer = bytearray()
+        self.open = True
+        self.lost: set[str] = set()
+        """The ways in which a cut has swallowed something."""
+        self.deaf = False
+        self.code = 0
+
+    def run(self) -> int:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        ended, wake = os.pipe()
+        for handle in (ended, wake):
+            os.set_blocking(handle, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        gc.collect()
+        gc.freeze()  # what all children share is never looked at by their collections, so it is not copied
+        if self.single is None:
+            hello = {"protocol": VERSION, "boot_id": boot_id(self.state), "pid": os.getpid()}
+            self._print(line({"session": hello}))
+        while self.open or self.children or self.lost:
+            handles = [0, ended] if self.open else [ended]
+            short = self.single is None and self.open and len(self.spares) < SPARES
+            waiting = HEALED if self.lost else QUIET if short else None
+            ready, _, _ = select.select([*handles, *self.children, *self.spares], [], [], waiting)
+            for handle in ready:
+                if handle == 0:
+                    self._read()
+                elif handle == ended:
+                    os.read(ended, 4096)
+                    self.unreaped = {pid for pid in self.unreaped if os.waitpid(pid, os.WNOHANG)[0] == 0}
+                elif handle in self.children:
+                    self._relay(self.children[handle])
+                elif handle in self.spares and not os.read(handle, 1):  # somebody killed it
+                    self._bury(self.spares.pop(handle))
+            if not ready and short:
+                spare = Child(self.state)
+                self.spares[spare.from_child] = spare
+            if self.lost and not any(cut(self.state, way) for way in self.lost):
+                self.lost.clear()
+                self.deaf = True
+                self._end()
+        return self.code
+
+    def _read(self) -> None:
+        data = os.read(0, 65536)
+        if not data:
+            self._end()
+            return
+        if self._swallows("controller-in"):
+            return
+        self.buffer += data
+        if self.single is not None and not self.children:
+            self._read_single()
+            return
+        while True:
+            text = take_line(self.buffer)
+            if text is None:
+                return
+            if text.strip():
+                self._hear(parse(text))
+
+    def _read_single(self) -> None:
+        """Take the order as soon as it is whole, whether or not more will follow."""
+        value = parse(bytes(self.buffer))
+        first, newline, rest = bytes(self.buffer).partition(b"\n")
+        if value is None and newline and self.single == "watch":
+            value = parse(first)
+            self.buffer = bytearray(rest)
+        elif value is not None:
+            self.buffer.clear()
+        if value is not None:
+            self._begin(None, self.single, value)
+            if self.single != "watch":
+                self.open = False
+
+    def _hear(self, value: Json | None) -> None:
+        if self.single is not None:
+            if value is not None:
+                for child in self.children.values():
+                    child.send(value)
+            return
+        if value is None or "id" not in value:
+            refusal = Refused("bad_order", "a line is not a JSON object with an id").answer
+            self._print(line({"id": None, "line": refusal}))
+            return
+        found = [child for child in self.children.values() if child.number == value["id"] and not child.answered]
+        if "command" in value:
+            if found:
+                refusal = Refused("bad_order", f"id {value['id']} is in use").answer
+                self._print(line({"id": value["id"], "line": refusal}))
+            else:
+                self._begin(value["id"], value["command"], value.get("order"))
+        elif found and isinstance(value.get("send"), dict):
+            found[0].send(value["send"])
+        elif found and value.get("close"):
+            found[0].close()
+
+    def _begin(self, number: Any, command: Any, order: Any) -> None:
+        while self.spares:
+            _, child = self.spares.popitem()
+            try:
+                child.begin(number, command, order)
+            except BrokenPipeError:
+                self._bury(child)
+                continue
+            self.children[child.from_child] = child
+            return
+        child = Child(self.state)
+        child.begin(number, command, order)
+        self.children[child.from_child] = child
+
+    def _bury(self, child: Child) -> None:
+        """Forget a child that has closed its line. It may live on as a keeper."""
+        child.close()
+        os.close(child.from_child)
+        self.unreaped.add(child.pid)
+
+    def _relay(self, child: Child) -> None:
+        data = os.read(child.from_child, 65536)
+        if not data:
+            del self.children[child.from_child]
+            if child.answered:
+                self._bury(child)
+                return
+            _, status = os.waitpid(child.pid, 0)  # it closes its line by ending
+            child.close()
+            os.close(child.from_child)
+            self._print(self._exit(child, os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)))
+            return
+        child.heard += data
+        while True:
+            text = take_line(child.heard)
+            if text is None:
+                return
+            if not text:
+                self._free(child)
+                continue
+            child.answered = child.command != "watch"  # the others say nothing else
+            self._print(self._wrapped(child, text) + (self._exit(child, 0) if child.answered else b""))
+
+    def _free(self, child: Child) -> None:
+        """Take a child that is ready for another command among the spares, or let it go."""
+        if child.closed or not self.open or len(self.spares) >= SPARES:
+            child.close()
+            return
+        del self.children[child.from_child]
+        self.spares[child.from_child] = child
+
+    def _wrapped(self, child: Child, text: bytes) -> bytes:
+        return text + b"\n" if self.single is not None else b'{"id":%s,"line":%s}\n' % (_json(child.number), text)
+
+    def _exit(self, child: Child, code: int) -> bytes:
+        if self.single is None:
+            return b'{"id":%s,"exit":%d}\n' % (_json(child.number), code)
+        self.code = code
+        self.open = False
+        return b""
+
+    def _print(self, data: bytes) -> None:
+        if self.deaf:
+            return
+        if self._swallows("controller-out"):
+            return
+        try:
+            write(1, data)
+        except OSError:  # the controller went away; what is under way is finished
+            self.deaf = True
+            self._end()
+
+    def _swallows(self, way: str) -> bool:
+        """Whether a message goes the way of those before it that were lost."""
+        if way not in self.lost and not cut(self.state, way):
+            return False
+        self.lost.add(way)
+        return True
+
+    def _end(self) -> None:
+        """No more orders: the watches end, the others finish."""
+        if self.single is not None and self.open and not self.children and not self.lost and not self.deaf:
+            self._begin(None, self.single, parse(bytes(self.buffer)))
+        self.open = False
+        for child in self.children.values():
+            if child.command not in FINISHED_ALWAYS or child.answered:
+                child.close()
+        for spare in self.spares.values():
+            self._bury(spare)
+        self.spares.clear()
+
+
+def _json(value: Any) -> bytes:
+    return line({"": value})[4:-2]

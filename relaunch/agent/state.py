@@ -1,0 +1,376 @@
+"""The node's state folder: where each thing lies, who may own it, and how a crash leaves it whole.
+
+Holds no opinion on what the contents mean for an order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import socket
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator, NamedTuple, NoReturn, Optional
+
+from relaunch.agent import disk, folders, processes
+from relaunch.agent.protocol import Json, Order, Refused, Token, job_path
+from relaunch.agent.ranks import find_shims
+
+MACHINE_DIGITS = 16
+"""Hex digits of a digest of the machine id, which systemd asks to keep from others."""
+KEPT_GENERATIONS = 10
+"""Enough to look back over a bad night; each is a few files and the logs."""
+
+
+def _refuse(because: str) -> NoReturn:
+    raise Refused("cannot_start", because)
+
+
+def _machine_id() -> str:
+    for source in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        try:
+            text = Path(source).read_text().strip()
+        except OSError:
+            continue
+        if text:
+            return text
+    return socket.gethostname()
+
+
+def open_state() -> Path:
+    """Return this node's state folder, made if need be."""
+    given = os.environ.get("RELAUNCH_AGENT_STATE")
+    try:
+        if given:
+            return folders.open_given_folder(given).resolve()
+        return folders.choose_folder(_machine_id(), find_shims.find_used_place).resolve()
+    except folders.FolderError as error:
+        _refuse(str(error))
+
+
+def boot_id(state: Path) -> str:
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        own = (state / "boot_id").read_text().strip()
+    except FileNotFoundError:
+        own = ""
+    return f"{kernel}+{own}" if own else kernel
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    """Replace a file whole. `durable`: it also survives the loss of power, which costs an fsync.
+
+    On a full disk its spare is used, where there is one.
+    """
+    data = json.dumps(value).encode()
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        _write_whole(partial, data, durable)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if not disk.is_full(error) or not disk.write_into_spare(path, data, durable):
+            raise
+    else:
+        os.replace(partial, path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def _write_whole(path: Path, data: bytes, durable: bool) -> None:
+    # The sticky bit: systemd-tmpfiles leaves such a file alone, however old it is.
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o1600)
+    try:
+        while data:  # a disk that is nearly full takes a part, and refuses the rest
+            data = data[os.write(handle, data) :]
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> Json | None:
+    """Return what is there; a missing or a broken file is None, for it was never written whole."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def try_lock(path: Path) -> int | None:
+    """Take a lock file at once, or return None. The kernel lets go when the last process that holds it dies."""
+    return _lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o1600))
+
+
+def _lock(handle: int) -> int | None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
+
+class Generation:
+    """The folder of one generation on this node."""
+
+    def __init__(self, state: Path, job_folder: Path, order: Order) -> None:
+        self.state = state
+        self.order = order
+        self.path = job_folder / f"{order[0]}-{order[1]}"
+        self.journal = self.path / "journal.jsonl"
+
+    def make(self) -> None:
+        for folder in (self.path, self.path / "logs", self.path / "errors", self.path / "progress", self.path / "launched"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank_{rank}.log"
+
+    def error(self, rank: int) -> Path:
+        return self.path / "errors" / f"rank_{rank}.json"
+
+    def progress(self, rank: int) -> Path:
+        return self.path / "progress" / f"rank_{rank}"
+
+    def launched_file(self, rank: int) -> Path:
+        return self.path / "launched" / f"rank_{rank}.json"
+
+    @property
+    def launched(self) -> dict[int, tuple[int, int]]:
+        """pid and start time of every rank that a launcher has started here, as those ranks said themselves."""
+        found = {}
+        folder = self.path / "launched"
+        for path in sorted(folder.glob("rank_*.json")) if folder.is_dir() else ():
+            record = read_json(path)
+            if record is not None:
+                found[int(path.stem[5:])] = (record["pid"], record["started"])
+        return dict(sorted(found.items()))
+
+    @property
+    def given(self) -> Json | None:
+        """What `prepare` was given and what it answered."""
+        return read_json(self.path / "order.json")
+
+    @property
+    def started(self) -> Json | None:
+        """The launch: absent before it, `pids` null while it is under way, `refused` if it came to nothing."""
+        return read_json(self.path / "started.json")
+
+    @property
+    def pids(self) -> dict[int, tuple[int, int]]:
+        """pid and start time of every rank that was started."""
+        pids = (self.started or {}).get("pids") or {}
+        return {int(rank): (pid, started) for rank, (pid, started) in pids.items()}
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Start time by pid of the ranks, as far as the pids mean anything: not after a reboot."""
+        if (self.started or {}).get("boot_id") != boot_id(self.state):
+            return {}
+        return dict(self.pids.values())
+
+    @property
+    def cgroup(self) -> str | None:
+        """The control group of the ranks, where there is one: not after a reboot."""
+        started = self.started or {}
+        folder = started.get("cgroup")
+        return str(folder) if folder and started.get("boot_id") == boot_id(self.state) else None
+
+    def identity(self, of: str) -> tuple[int, int] | None:
+        """pid and start time of the `keeper` or the `supervisor`, if it was born since this boot."""
+        record = read_json(self.path / f"{of}.json")
+        if record is None or record["boot_id"] != boot_id(self.state):
+            return None
+        return record["pid"], record["started"]
+
+    def write_identity(self, of: str, pid: int, started: int) -> None:
+        record = {"pid": pid, "started": started, "boot_id": boot_id(self.state)}
+        write_json(self.path / f"{of}.json", record, durable=False)
+
+    def keeper_lives(self) -> bool:
+        """Ask the lock that the keeper is born with: it holds even before keeper.json is written.
+
+        Where its file was removed, the keeper that holds it open is looked for.
+        """
+        try:
+            handle = os.open(self.path / "keeper.lock", os.O_RDWR)
+        except FileNotFoundError:
+            return self.find_keeper() is not None
+        lock = _lock(handle)
+        if lock is None:
+            return True
+        os.close(lock)
+        return False
+
+    def find_keeper(self) -> processes.Process | None:
+        """Return the living keeper of this generation, whatever has become of its files."""
+        return find_shims.find_keepers(self.state, self.path.parent.name).get(self.order)
+
+    def make_spares(self, ranks: int) -> None:
+        """Have room for what is written once ranks may live, also on a disk that is full by then."""
+        size = disk.SPARE_BYTES + 64 * ranks
+        disk.make_spare(self.path / "started.json", size)
+        disk.make_spare(self.path / "supervisor.json")
+
+    def is_recorded(self) -> bool:
+        """Whether the files are there that every preparation makes."""
+        return all((self.path / name).exists() for name in ("order.json", "keeper.lock"))
+
+    @contextmanager
+    def address(self, name: str) -> Iterator[str]:
+        """A path of a socket that is short however long the state folder's is (a unix address holds 108 bytes)."""
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{handle}/{name}"
+        finally:
+            os.close(handle)
+
+    def listen(self, name: str) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with self.address(name) as address:
+            try:
+                os.unlink(self.path / name)
+            except FileNotFoundError:
+                pass
+            listener.bind(address)
+        os.chmod(self.path / name, 0o1600)  # systemd-tmpfiles leaves it alone
+        listener.listen(64)
+        listener.setblocking(False)
+        return listener
+
+    def connect(self, name: str, timeout: float) -> socket.socket | None:
+        """Connect to a socket of this generation, or return None when nobody listens there."""
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        caller.settimeout(timeout)
+        try:
+            with self.address(name) as address:
+                caller.connect(address)
+        except OSError:  # gone, refused, or a queue that nobody empties: each way there is nobody to talk to
+            caller.close()
+            return None
+        return caller
+
+
+class Highest(NamedTuple):
+    """The highest tokens of a job that this node has prepared, and stopped for ever."""
+
+    prepared: Optional[Order]
+    stopped: Optional[Order]
+    boot_id: Optional[str] = None
+    """Of the last preparation. After a reboot nothing else says whether that one was launched."""
+    id: str = ""
+    """Random, made with highest.json: a state folder that never had this file, or has lost it, is another place."""
+
+
+class JobState:
+    """What this node knows of one job."""
+
+    def __init__(self, state: Path, namespace: str, job: str, server: str = "") -> None:
+        self.state = state
+        self.server = server
+        self.namespace = namespace
+        self.job = job
+        self.token_prefix = job_path(server, namespace, job)
+        self.path = state / "jobs" / hashlib.sha256(self.token_prefix.encode()).hexdigest()[:16]
+
+    @classmethod
+    def of(cls, state: Path, token: Token) -> JobState:
+        return cls(state, token.namespace, token.job, token.server)
+
+    @classmethod
+    def named(cls, state: Path, row: Json) -> JobState:
+        """Return the job that a highest.json, or a row of `list` or `probe`, names."""
+        return cls(state, row["namespace"], row["job"], row.get("server", ""))
+
+    @property
+    def names(self) -> Json:
+        """What names this job in files and answers."""
+        return {"namespace": self.namespace, "job": self.job, **({"server": self.server} if self.server else {})}
+
+    @property
+    def place(self) -> Json:
+        """Return where this job's orders are carried out: only the place that started ranks can prove anything of them."""
+        machine = hashlib.sha256(f"relaunch/{_machine_id()}".encode()).hexdigest()[:MACHINE_DIGITS]
+        return {"machine": machine, "boot_id": boot_id(self.state), "uid": os.geteuid(), "state": self.highest().id}
+
+    def generation(self, order: Order) -> Generation:
+        return Generation(self.state, self.path, order)
+
+    def generations(self) -> list[Generation]:
+        """Every generation that has a folder here, oldest first."""
+        orders = []
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            submission, dash, number = entry.name.partition("-")
+            if dash and submission.isdigit() and number.isdigit():
+                orders.append((int(submission), int(number)))
+        return [self.generation(order) for order in sorted(orders)]
+
+    def highest(self) -> Highest:
+        known = read_json(self.path / "highest.json") or {}
+        prepared, stopped = (tuple(known[name]) if known.get(name) else None for name in ("prepared", "stopped"))
+        return Highest(prepared, stopped, known.get("boot_id"), known.get("id", ""))
+
+    def reserve(self, prepared: Order | None = None, stopped: Order | None = None) -> None:
+        """Write down what is about to be done, before it is."""
+        highest = self.highest()
+        known = {
+            "prepared": max(filter(None, (highest.prepared, prepared)), default=None),
+            "stopped": max(filter(None, (highest.stopped, stopped)), default=None),
+        }
+        boot = boot_id(self.state) if prepared is not None else highest.boot_id
+        whole = {**known, "boot_id": boot, "id": highest.id or secrets.token_hex(8), **self.names}
+        path = self.path / "highest.json"
+        # To write again what is there already would need room that a full disk does not have.
+        if read_json(path) != json.loads(json.dumps(whole)):
+            write_json(path, whole)
+
+    def is_recorded(self) -> bool:
+        """Whether the files say all that is to be known: none was removed since the last preparation."""
+        if not (self.path / "highest.json").exists():
+            return False
+        prepared = self.highest().prepared
+        return prepared is None or self.generation(prepared).is_recorded()
+
+    def make_spare(self) -> None:
+        """Have room for the next order to stop, also on a disk that is full by then."""
+        disk.make_spare(self.path / "highest.json")
+
+    @contextmanager
+    def locked(self, patience: float) -> Iterator[None]:
+        """Hold the job's lock; raise TimeoutError when another command holds it for longer than `patience`."""
+        deadline = time.monotonic() + patience
+        while True:
+            (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            lock = try_lock(self.path / "lock")
+            if lock is not None and self._is_in_place(lock):
+                break
+            if lock is not None:
+                os.close(lock)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another command holds {self.path / 'lock'}")
+            time.sleep(0.005)
+        try:
+            yield
+        finally:
+            os.close(lock)
+
+    def _is_in_place(self, lock: int) -> bool:
+        """Return whether a lock is still the one that others find: its file may have been removed meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(lock), os.stat(self.path / "lock"))
+        except FileNotFoundError:
+            return False

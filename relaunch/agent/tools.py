@@ -1,0 +1,218 @@
+"""Runs a program of the node that may hang, print without end or leave processes behind: bounded in time, and nothing outlives it.
+
+Does not know what any of them says.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Sequence
+
+from relaunch.agent import processes
+from relaunch.agent.loop import parse
+from relaunch.agent.protocol import Json, line
+
+GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL, in which `dcgmi` can tell its host engine to stop. Shorter than anybody waits for the hold."""
+REAPED = 2.0
+"""Seconds after SIGKILL. What is not gone by then is stuck in the driver and is left: only a reboot ends it."""
+LOOK = 0.02
+"""Seconds between looks whether it has ended: what it forked may hold its output open for ever."""
+STDOUT = 1024 * 1024
+STDERR = 4096
+MARK = "RELAUNCH_HOLD"
+"""In the environment of what runs under the hold, so that it is found when its holder was killed."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    exit_code: Optional[int]
+    """None: it was killed here. Negative: the signal that somebody else killed it with."""
+    stdout: str
+    """The first megabyte."""
+    stderr: str
+    """The last 4 KiB."""
+    cut: bool
+    took: float
+    left: bool = False
+    """It could not be killed."""
+
+    @property
+    def last_words(self) -> str:
+        """The end of what it said, for a person."""
+        return (self.stdout + self.stderr)[-STDERR:].strip()
+
+
+def marked(state: Path, hold: str) -> Dict[str, str]:
+    return {**os.environ, MARK: hold, "RELAUNCH_NODE_STATE": str(state)}
+
+
+def run(words: Sequence[str], within: float, environment: Optional[Dict[str, str]] = None, caller: Optional[int] = None) -> Ran:
+    """Run a program in a process group of its own, and kill that group when it has ended or its time is over.
+
+    Args:
+        caller: a pipe; the program is killed when its other end closes.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    began = time.monotonic()
+    parent = os.getpid()
+    program = subprocess.Popen(
+        list(words),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: processes.die_with(parent),  # noqa: PLW1509  (there is one thread)
+    )
+    assert program.stdout is not None
+    assert program.stderr is not None
+    with program.stdout, program.stderr:
+        out, err = _Head(program.stdout.fileno(), STDOUT), _Tail(program.stderr.fileno(), STDERR)
+        ended = _follow(program.pid, [out, err], began + within, caller)
+        if not ended:
+            processes.kill_group(program.pid, signal.SIGTERM)
+            _follow(program.pid, [out, err], time.monotonic() + GRACE)
+        processes.kill_group(program.pid, signal.SIGKILL)
+        left = not ended and not _follow(program.pid, [out, err], time.monotonic() + REAPED)
+        for stream in (out, err):
+            stream.drain()
+    code = None if left else program.wait()
+    return Ran(code if ended else None, out.text, err.text, out.cut, time.monotonic() - began, left)
+
+
+class _Stream(ABC):
+    def __init__(self, handle: int, most: int) -> None:
+        os.set_blocking(handle, False)
+        self.handle = handle
+        self.most = most
+        self.open = True
+        self.cut = False
+        self.data = bytearray()
+
+    def read(self) -> bool:
+        """Take what is there; return whether there was anything."""
+        try:
+            data = os.read(self.handle, 65536)
+        except BlockingIOError:
+            return False
+        self.open = bool(data)
+        self.keep(data)
+        return self.open
+
+    def drain(self) -> None:
+        """Take what a pipe still holds, and no more: somebody may write on."""
+        for _ in range(16):
+            if not self.open or not self.read():
+                return
+
+    @abstractmethod
+    def keep(self, data: bytes) -> None:
+        """Take a piece of what was printed."""
+
+    @property
+    def text(self) -> str:
+        return self.data.decode(errors="replace")
+
+
+class _Head(_Stream):
+    def keep(self, data: bytes) -> None:
+        room = self.most - len(self.data)
+        self.cut = self.cut or len(data) > room
+        self.data += data[:room]
+
+
+class _Tail(_Stream):
+    def keep(self, data: bytes) -> None:
+        self.data += data
+        del self.data[: -self.most]
+
+
+def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int] = None) -> bool:
+    """Read until the process has ended, which is not reaped: its group's number must stay its own. Return whether it has."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        handles = [stream.handle for stream in streams if stream.open]
+        ready, _, _ = select.select(handles if caller is None else [*handles, caller], [], [], min(LOOK, left))
+        for stream in streams:
+            if stream.handle in ready:
+                stream.read()
+        if caller is not None and caller in ready and not os.read(caller, 65536):
+            return False
+    return True
+
+
+def left_behind(state: Path) -> List[int]:
+    """Pids of what ran under a hold of this node and lives."""
+    place, mark = os.fsencode(f"RELAUNCH_NODE_STATE={state}"), os.fsencode(f"{MARK}=")
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = file.read().split(b"\0")
+        except OSError:
+            continue
+        process = processes.look(int(name)) if place in variables else None
+        if process is not None and process.lives and any(variable.startswith(mark) for variable in variables):
+            found.append(int(name))
+    return found
+
+
+def sweep(state: Path) -> List[int]:
+    """Kill what a dead holder left behind; return what does not die."""
+    deadline = time.monotonic() + REAPED
+    while True:
+        left = left_behind(state)
+        if not left or time.monotonic() > deadline:
+            return left
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.005)
+
+
+def bounded(work: Callable[[], Json], within: float) -> Optional[Json]:
+    """Do what may block in the kernel in a child, and return what it found, or None when it did not answer."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+
+    def child() -> None:
+        processes.die_with(parent)
+        processes.close_all_but([writing])
+        data = line(work())
+        while data:
+            data = data[os.write(writing, data) :]
+
+    pid = processes.fork(child)
+    os.close(writing)
+    heard = b""
+    deadline = time.monotonic() + within
+    try:
+        while not heard.endswith(b"\n"):
+            ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(reading, 65536) if ready else b""
+            if not data:
+                break
+            heard += data
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 0.5  # a child that blocks in the kernel stays, and is reaped with us
+        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    return parse(heard) if heard.endswith(b"\n") else None

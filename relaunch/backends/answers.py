@@ -1,0 +1,530 @@
+"""Parses what a node answers, against schemas with bounds: types are strict, numbers finite, lists and texts bounded.
+
+A node may lie. What does not fit is a fault of that node alone: `ProtocolError`, with one sentence. Fields that no schema
+names are passed on, within the same bounds, for an agent may be newer than the controller.
+docs/reference/agent-protocol.md, "What the controller accepts", lists the bounds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from relaunch.backends.base import ProtocolError
+from relaunch.evidence.fields import text
+from relaunch.generation import Token
+
+MAX_COUNT = 2**53
+"""Of steps, ranks, numbers of tokens, offsets: every JSON library and every database holds it exactly."""
+MAX_NUMBER = 2**64
+MAX_SECONDS = 1e10
+"""Of a clock that counts from a boot: three centuries."""
+MAX_DEPTH = 16
+MAX_VALUES = 500_000
+"""Of one line, so that 8 MiB of brackets do not become gigabytes of objects."""
+UNCOUNTED_BYTES = 64 * 1024
+"""Lines up to this length cannot hold so many values that counting them is worth it."""
+MAX_REASON = 2000
+"""Characters of a sentence of a node that are kept."""
+MAX_RANKS = 4096
+"""Of one node."""
+MAX_JOBS = 20_000
+"""That a node remembers: a node forgets none, and a busy one sees some thousands a year."""
+MAX_LIVE_GENERATIONS = 256
+"""With ranks on one node at a time: more than a node has GPUs or cores to give."""
+MAX_OBSERVATIONS = 10_000
+"""Of one generation on one node: an exit for each rank, and some words besides."""
+MAX_OUTPUT_BYTES = 1_500_000
+"""Of JSON, for what a tool of the node printed: it becomes a payload, which must stay below 2 MiB."""
+MAX_PROBE_BYTES = 1_500_000
+MAX_VALUES_REPORTED = 64
+"""Numbers that a rank reports beside its step."""
+MAX_SIGNAL = 64
+STOPPED_BY_USER = "StoppedByUser"
+
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+Json = Mapping[str, Any]
+
+
+# --- bounds of any line
+
+
+def has_too_many_values(line: bytes) -> bool:
+    """Return whether a line of JSON holds more than MAX_VALUES values, without parsing it."""
+    if len(line) <= UNCOUNTED_BYTES:
+        return False
+    outside = _STRINGS.sub(b"", line)
+    return outside.count(b",") + outside.count(b"[") + outside.count(b"{") > MAX_VALUES
+
+
+def find_unbounded(value: object) -> str | None:
+    """Return what in a decoded answer no consumer could store, such as a number that is not finite; None: all fits."""
+    left: list[tuple[object, int]] = [(value, 0)]
+    while left:
+        one, depth = left.pop()
+        if depth > MAX_DEPTH:
+            return f"it is nested deeper than {MAX_DEPTH} levels"
+        if isinstance(one, dict):
+            left.extend((inner, depth + 1) for inner in one.values())
+        elif isinstance(one, list):
+            left.extend((inner, depth + 1) for inner in one)
+        elif isinstance(one, float):
+            if not math.isfinite(one):
+                return f"it holds {one}, expected finite numbers"
+        elif isinstance(one, int) and abs(one) > MAX_NUMBER:
+            return f"it holds a whole number of {one.bit_length()} bits, expected at most 64"
+    return None
+
+
+# --- schemas
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+def _cut(reason: str) -> str:
+    return reason[:MAX_REASON]
+
+
+Item = TypeVar("Item")
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Pid = Annotated[int, Field(ge=1, le=2**31)]
+Word = Annotated[str, Field(min_length=1, max_length=64)]
+Label = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""A name of a job, of a namespace or of a fleet."""
+BootId = Annotated[str, Field(min_length=1, max_length=256)]
+Reason = Annotated[str, Field(max_length=65536), AfterValidator(_cut)]
+Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
+"""[submission, generation]."""
+RankNumber = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Ranks = Annotated[list[Count], Field(max_length=MAX_RANKS, fail_fast=True)]
+Lines = Annotated[list[str], Field(max_length=1024, fail_fast=True)]
+
+
+class Holder(_Answer):
+    by: Annotated[str, Field(max_length=256)] = "somebody"
+    id: Annotated[str, Field(max_length=256)] = "unknown"
+
+
+class RefusalAnswer(_Answer):
+    why: Word
+    because: Reason
+    highest: Pair | None = None
+    boot_id: BootId | None = None
+    held: Holder | None = None
+
+
+class PrepareAnswer(_Answer):
+    boot_id: BootId
+    master_port: Port
+    peer_port: Port
+    stamp: Seconds
+    nonce: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
+
+
+class StartAnswer(_Answer):
+    pids: Annotated[dict[RankNumber, Pid], Field(max_length=MAX_RANKS)]
+    already: bool
+
+
+class StopAnswer(_Answer):
+    stopped: Annotated[list[Pair], Field(max_length=MAX_JOBS, fail_fast=True)]
+
+
+class ListedRank(_Answer):
+    rank: Count
+    pid: Pid | None = None
+    alive: bool
+
+
+class ListedGeneration(_Answer):
+    submission: Count
+    generation: Count
+    state: Word = "unknown"
+    ranks: Annotated[list[ListedRank], Field(max_length=MAX_RANKS, fail_fast=True)]
+    fleet: Annotated[str, Field(max_length=256)] | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return any(rank.alive for rank in self.ranks)
+
+
+class ListedJob(_Answer):
+    namespace: Label
+    job: Label
+    prepared: Pair | None = None
+    stopped: Pair | None = None
+    generations: Annotated[list[ListedGeneration], Field(max_length=256, fail_fast=True)]
+
+
+def _check_live(jobs: list[ListedJob]) -> list[ListedJob]:
+    live = sum(one.is_live for job in jobs for one in job.generations)
+    if live > MAX_LIVE_GENERATIONS:
+        raise ValueError(f"ranks of {live} generations live there, expected at most {MAX_LIVE_GENERATIONS}")
+    return jobs
+
+
+class ListAnswer(_Answer):
+    boot_id: Annotated[str, Field(max_length=256)] = ""
+    jobs: Annotated[list[ListedJob], Field(max_length=MAX_JOBS, fail_fast=True), AfterValidator(_check_live)]
+    held: Holder | None = None
+
+
+class LogChunkAnswer(_Answer):
+    rank: Count
+    offset: Count
+    next: Count
+    data: str
+
+
+class LogsAnswer(_Answer):
+    chunks: Annotated[list[LogChunkAnswer], Field(max_length=MAX_RANKS, fail_fast=True)]
+    ended: bool
+
+
+class Unreadable(_Answer):
+    unreadable: Reason
+
+
+class StackRow(_Answer):
+    rank: Count
+    pid: Pid | None = None
+    unreadable: Reason | None = None
+    py_spy: str | Unreadable | None = None
+    threads: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] = []
+
+
+class StacksAnswer(_Answer):
+    stacks: Annotated[list[StackRow], Field(min_length=1, max_length=1)]
+
+
+class BootAnswer(_Answer):
+    """Of commands whose answer is read field by field later, each of them unreadable where it makes no sense."""
+
+    boot_id: BootId
+
+
+class LeftProcess(_Answer):
+    pid: Pid
+    started: Count
+    address: Annotated[str, Field(max_length=256)]
+    port: Port
+    word: Annotated[str, Field(max_length=256)]
+
+
+class Cannot(_Answer):
+    cannot: Reason
+
+
+class PreflightAnswer(BootAnswer):
+    left: LeftProcess | Cannot | None = None
+
+
+class Met(_Answer):
+    took: Seconds
+
+
+class MeetAnswer(BootAnswer):
+    lives: bool | None = None
+    met: Met | Cannot | None = None
+
+
+class MissingTool(_Answer):
+    missing: Reason
+
+
+class DiagnoseAnswer(_Answer):
+    exit_code: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None
+    stdout: str
+
+
+class ResetAnswer(_Answer):
+    exit_code: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None
+    output: str
+
+
+# --- schemas of the lines of a watch
+
+
+class Hello(_Answer):
+    boot_id: Annotated[str, Field(max_length=256)]
+    state: Word
+    ranks: Ranks
+    stamp: Seconds
+
+
+class Progress(_Answer):
+    unreadable: Reason | None = None
+    step: Count | None = None
+    age: Seconds = 0.0
+    values: Annotated[dict[Annotated[str, Field(max_length=256)], float | Word], Field(max_length=MAX_VALUES_REPORTED)] = {}
+    phase: Annotated[str, Field(max_length=256)] | None = None
+    checkpoint: Count | None = None
+
+
+class Heartbeat(_Answer):
+    stamp: Seconds
+    alive: Ranks = []
+    lease_left: Seconds | None = None
+    keeper_silent: Seconds | None = None
+    progress: Annotated[dict[RankNumber, Progress], Field(max_length=MAX_RANKS)] = {}
+
+
+class ObservationHead(_Answer):
+    seq: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    kind: Word
+
+
+class BelowExit(_Answer):
+    rank: Count
+    local_rank: Count = 0
+    pid: Pid
+    log_tail: Lines = []
+
+
+class RankExitedLine(ObservationHead):
+    rank: Count
+    local_rank: Count
+    pid: Pid | None = None
+    exit_code: Annotated[int, Field(ge=0, le=255)] | None = None
+    signal: Annotated[int, Field(ge=1, le=MAX_SIGNAL)] | None = None
+    stopped: bool = False
+    launcher: bool = False
+    log_tail: Lines = []
+    kernel: Lines | None = None
+    kernel_unreadable: Reason | None = None
+    launched: Annotated[list[BelowExit], Field(max_length=MAX_RANKS, fail_fast=True)] | None = None
+
+
+class FencedLine(ObservationHead):
+    why: Word
+    because: Reason = ""
+
+
+class ReasonLine(ObservationHead):
+    because: Reason = ""
+    kernel: Lines | None = None
+    kernel_unreadable: Reason | None = None
+
+
+_OBSERVATIONS: Mapping[str, type[ObservationHead]] = {
+    "RankExited": RankExitedLine,
+    "Fenced": FencedLine,
+    "Stopped": ReasonLine,
+    "KeeperDied": ReasonLine,
+    "RanksVanished": ReasonLine,
+}
+"""A kind that is not here says nothing that a job acts on: an agent may be newer."""
+
+Schema = TypeVar("Schema", bound=_Answer)
+
+
+# --- parsing
+
+
+def parse(node: str, command: str, schema: type[Schema], answer: object) -> Schema:
+    """Parse the answer of a node to a command.
+
+    Raises:
+        ProtocolError: it does not fit the schema.
+    """
+    if (wrong := find_unbounded(answer)) is not None:
+        raise ProtocolError(node, f"its answer to {command} makes no sense: {wrong}")
+    return _parse(node, f"its answer to {command}", schema, answer)
+
+
+def parse_list(node: str, answer: object) -> dict[str, Any]:
+    """Return the answer to `list`, with what a fleet reads of it in its types; the GPUs are read field by field later.
+
+    Raises:
+        ProtocolError: it does not fit.
+    """
+    return parse(node, "list", ListAnswer, answer).model_dump()
+
+
+def check_output(node: str, command: str, answer: Json, name: str) -> Json:
+    """Check the answer to what runs a program of the node: that it is missing there, or how it ended and what it said.
+
+    Raises:
+        ProtocolError: it does not fit.
+    """
+    if "missing" in answer:
+        parse(node, command, MissingTool, answer)
+        return answer
+    parse(node, command, DiagnoseAnswer if name == "stdout" else ResetAnswer, answer)
+    return check_size(node, command, answer, MAX_OUTPUT_BYTES)
+
+
+def check_size(node: str, command: str, answer: Json, limit: int) -> Json:
+    """Check that an answer which becomes a payload is no longer than `limit` bytes of JSON.
+
+    Raises:
+        ProtocolError: it is.
+    """
+    size = _size(answer)
+    if size > limit:
+        raise ProtocolError(node, f"its answer to {command} makes no sense: {size} bytes, expected at most {limit}")
+    return answer
+
+
+def parse_watch_line(node: str, token: Token, line: object, *, is_platform: bool = False) -> dict[str, Any]:
+    """Return one line of a watch with its fields in their types.
+
+    Args:
+        node: Whose line it is.
+        token: The generation that is watched: a hello of another one is none.
+        line: As it was decoded.
+        is_platform: It may come from the platform that runs the ranks (ECS), which knows who stopped them. A node itself
+            has no right to words that belong to people.
+
+    Raises:
+        ProtocolError: it does not fit.
+    """
+    if not isinstance(line, dict):
+        raise ProtocolError(node, f"a line of its watch makes no sense: {_shown(line)}, expected an object")
+    if "observation" in line:
+        return {"observation": _parse_observation(node, line["observation"], is_platform)}
+    if (wrong := find_unbounded(line)) is not None:
+        raise ProtocolError(node, f"a line of its watch makes no sense: {wrong}")
+    if "heartbeat" in line:
+        return {"heartbeat": _parse(node, "its heartbeat", Heartbeat, line["heartbeat"]).model_dump()}
+    if "hello" in line:
+        return {"hello": _parse_hello(node, token, line["hello"])}
+    if line.get("outcome") == "refused":
+        return _parse(node, "its refusal of a watch", RefusalAnswer, line).model_dump()
+    return line
+
+
+def _parse_hello(node: str, token: Token, raw: object) -> dict[str, Any]:
+    hello = _parse(node, "its hello", Hello, raw)
+    named = (hello.model_extra or {}).get("token")
+    own = (token.namespace, token.job, token.submission, token.generation)
+    names = ("namespace", "job", "submission", "generation")
+    if not isinstance(named, Mapping) or tuple(named.get(name) for name in names) != own:
+        raise ProtocolError(node, f"its hello is of {_shown(named)}, expected generation {token}")
+    return hello.model_dump()
+
+
+def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, Any]:
+    what = "an observation of it"
+    if not isinstance(raw, dict):
+        raise ProtocolError(node, f"{what} makes no sense: {_shown(raw)}, expected an object")
+    # What a rank wrote into its error file is the rank's: a number there that nothing can store is no fault of the node.
+    bare = {key: value for key, value in raw.items() if key not in ("error", "launched")}
+    launched = raw.get("launched")
+    if isinstance(launched, list):
+        bare["launched"] = [_without_error(one) for one in launched[: MAX_RANKS + 1]]
+    elif launched is not None:
+        bare["launched"] = launched
+    if (wrong := find_unbounded(bare)) is not None:
+        raise ProtocolError(node, f"{what} makes no sense: {wrong}")
+    head = _parse(node, what, ObservationHead, bare)
+    if not is_platform:
+        bare.pop("ecs", None)
+        if head.kind == STOPPED_BY_USER:
+            raise ProtocolError(node, f"{what} says {STOPPED_BY_USER}: only a platform that runs the ranks knows what people did")
+        if head.seq > MAX_OBSERVATIONS:
+            raise ProtocolError(node, f"{what} has number {head.seq}, expected at most {MAX_OBSERVATIONS} of one generation")
+    schema = _OBSERVATIONS.get(head.kind)
+    if schema is None:
+        return bare
+    parsed = _parse(node, what, schema, bare).model_dump(exclude_unset=True)
+    if "error" in raw:
+        parsed["error"] = reduce_error(raw["error"])
+    if schema is RankExitedLine and isinstance(launched, list):
+        parsed["launched"] = [
+            {**one, "error": reduce_error(whole.get("error"))} for one, whole in zip(parsed["launched"], launched, strict=True)
+        ]
+    return parsed
+
+
+def _without_error(value: object) -> object:
+    return {k: v for k, v in value.items() if k != "error"} if isinstance(value, dict) else value
+
+
+def reduce_error(raw: object) -> dict[str, Any] | None:
+    """Return what is read of a rank's error file, in its types: whatever else a program wrote there is left out."""
+    if raw is None:
+        return None
+    if not isinstance(raw, dict):
+        return {"unreadable": f"expected an object, found {type(raw).__name__}"}
+    if "unreadable" in raw:
+        return {"unreadable": text(raw["unreadable"]) or "the node does not say why"}
+    message = raw.get("message")
+    if isinstance(message, str):
+        return {"message": message, "timestamp": _moment(raw.get("timestamp"))}
+    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
+        return {"unreadable": "it has no message"}
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    stack = extra.get("py_callstack")
+    stack = stack if isinstance(stack, str) else ""
+    info = {"timestamp": _moment(extra.get("timestamp")), "py_callstack": stack}
+    return {"message": {"message": message["message"], "extraInfo": info}}
+
+
+def _moment(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        seconds = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+def _parse(node: str, what: str, schema: type[Schema], value: object) -> Schema:
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise ProtocolError(node, f"{what} makes no sense: {_first_error(error)}") from None
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = text(".".join(str(part) for part in first["loc"]), 100)
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    if first["type"] in ("too_long", "string_too_long", "value_error"):
+        return f"{where}: {expected}"
+    return f"{where} is {_shown(first['input'])}, {expected}"
+
+
+def _shown(value: object) -> str:
+    """Return at most 60 characters of a value, which may be as long as a line may be."""
+    if isinstance(value, str):
+        value = value[:60]
+    elif isinstance(value, list | dict) and len(value) > 8:
+        return f"{type(value).__name__} of {len(value)} values"
+    elif isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    return text(repr(value), 60)
+
+
+def _size(value: object) -> int:
+    """Return about how many bytes a value takes as JSON, without writing it."""
+    size, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            left.extend(one)
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
+        elif isinstance(one, str):
+            size += len(one.encode("utf-8", "replace")) + one.count("\n") + one.count('"')
+            size += one.count("\\") + 5 * sum(map(one.count, _CONTROLS))
+        size += 4
+    return size
+
+
+_CONTROLS = tuple(chr(code) for code in range(32) if chr(code) not in "\n\r\t\b\f")

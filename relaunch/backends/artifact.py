@@ -1,0 +1,101 @@
+"""Builds the agent as one file that is named after what is in it. Ships it nowhere, and runs nothing of it.
+
+Beside each source lies what this Python compiles it to: an agent that has to compile itself takes 0.4 s of a core longer to be there, on
+every connection. A node whose Python is of another version passes over the bytecode (its magic number differs) and compiles the source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import marshal
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+_NVML = "pynvml"
+"""NVIDIA's own bindings (package nvidia-ml-py, BSD licence in its head), as one file: the nodes need install nothing."""
+_PACKAGE = Path(__file__).resolve().parent.parent
+_ENTRY = "import os\nimport sys\n\nfrom relaunch.agent.__main__ import main\n\nos._exit(main(sys.argv[1:]))\n"
+_WHEN = (1980, 1, 1, 0, 0, 0)
+"""The earliest time a zip file knows: the same source is the same file, whenever and wherever it is built."""
+
+
+def _bindings() -> bytes:
+    found = importlib.util.find_spec(_NVML)
+    if found is None or found.origin is None:
+        raise RuntimeError(f"{_NVML} is not installed; expected the package nvidia-ml-py, which is shipped to the nodes")
+    return Path(found.origin).read_bytes()
+
+
+_BYTECODE = 2
+"""Version of marshal's format: the last that writes the same bytes for the same code, whatever else this process has imported."""
+
+
+def _sources() -> dict[str, bytes]:
+    files = {"__main__.py": _ENTRY.encode(), f"{_NVML}.py": _bindings()}
+    for path in [_PACKAGE / "__init__.py", *sorted((_PACKAGE / "agent").rglob("*.py"))]:
+        files[path.relative_to(_PACKAGE.parent).as_posix()] = path.read_bytes()
+    return files
+
+
+def _name(sources: dict[str, bytes]) -> str:
+    digest = hashlib.sha256(importlib.util.MAGIC_NUMBER)
+    for name, source in sorted(sources.items()):
+        digest.update(b"%s %d\n%s" % (name.encode(), len(source), source))
+    return f"{digest.hexdigest()[:16]}.pyz"
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (FileNotFoundError, zipfile.BadZipFile):
+        return False
+
+
+def _compiled(name: str, source: bytes) -> bytes:
+    """What Python keeps in a `.pyc` that it need not check against its source (PEP 552)."""
+    code = compile(source, name, "exec", dont_inherit=True, optimize=0)
+    unchecked = (1).to_bytes(4, "little")
+    return importlib.util.MAGIC_NUMBER + unchecked + importlib.util.source_hash(source) + marshal.dumps(code, _BYTECODE)
+
+
+def _archive(sources: dict[str, bytes]) -> bytes:
+    files = dict(sources)
+    # The bindings are compiled on the node, once: they are large, and most agents never read a GPU.
+    files.update((f"{name}c", _compiled(name, source)) for name, source in sources.items() if name != f"{_NVML}.py")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:  # deflated would only be slower to import
+        for name in sorted(files):
+            entry = zipfile.ZipInfo(name, date_time=_WHEN)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, files[name])
+    return b"#!/usr/bin/env python3\n" + buffer.getvalue()
+
+
+def build_agent(folder: Path) -> Path:
+    """Write the agent into `folder` as `<16 hex digits>.pyz` if need be; return its path.
+
+    The digits are of the sha256 of its sources and of the version of this Python's bytecode.
+    """
+    sources = _sources()
+    path = folder / _name(sources)
+    if _is_whole(path):
+        return path
+    data = _archive(sources)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=folder, prefix=".agent-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, 0o755)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    return path

@@ -1,0 +1,278 @@
+"""Nodes of an Amazon ECS cluster, as `base.Backend` has nodes: a rank is a task, and a node is an EC2 instance.
+
+Ranks hold no lease: one that cannot be seen may run, so silence is never proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, ClassVar
+
+from relaunch.backends.base import (
+    PROTOCOL,
+    BackendError,
+    Gone,
+    Logs,
+    Prepared,
+    PrepareOrder,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+    WatchStream,
+)
+from relaunch.backends.ecs.aws import Aws, AwsError
+from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
+from relaunch.backends.ecs.container import Agents, Feed
+from relaunch.backends.ecs.events import SqsEvents
+from relaunch.backends.ecs.examine import NodeTasks
+from relaunch.backends.ecs.fence import Fence, key
+from relaunch.backends.ecs.launch import JUST_NOW, Launcher
+from relaunch.backends.ecs.legacy_tables import FleetMirror, Mirror
+from relaunch.backends.ecs.occupants import occupants
+from relaunch.backends.ecs.quarantine import Marks
+from relaunch.backends.ecs.rank_logs import RankLogs
+from relaunch.backends.ecs.repairs import Repairs
+from relaunch.backends.ecs.sns import Topic
+from relaunch.backends.ecs.stream import AGENT_FLAPS, SETTLES, EndedStream, TaskStream
+from relaunch.backends.ecs.tasks import Task, job_attribute, started_by, token_of
+from relaunch.backends.session import AgentSession
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
+
+LOOK_AGAIN = 1.0
+LAST_LOOK = 20.0
+"""Seconds that a node may take to say which boot it is in, before it is rebooted: as a probe has."""
+NOT_READ = {"unreadable": "ECS tells how many GPUs a machine has, not who computes on them"}
+
+
+class EcsBackend:
+    fences: ClassVar[bool] = False
+    sees_people: ClassVar[bool] = True
+
+    def __init__(self, spec: FleetSpec, options: EcsOptions, settles: float = SETTLES) -> None:
+        """`options`: with what the environment adds. `settles`: seconds until ECS tells everybody what it has told one.
+
+        Raises:
+            ValueError: no cluster is named.
+        """
+        if options.cluster is None:
+            raise ValueError(f"fleet {spec.name}: ecs.cluster is missing, expected the name or ARN of its ECS cluster")
+        self._nodes = {node.name: node for node in spec.nodes}
+        self.server = ""
+        self._settles = settles
+        self.aws = Aws(options.region)
+        self.cluster = Cluster(self.aws, options.cluster, options.poll.total_seconds())
+        self._launcher = Launcher(self.cluster, options, settles)
+        self._logs = RankLogs(self.cluster)
+        self.repairs = Repairs(self.cluster, self.aws, options)
+        self._agents = Agents(options.agent_key, self._address)
+        self._node_tasks = NodeTasks(self.cluster, self.aws, options, self.repairs)
+        self.options = options
+        self._topic = Topic(self.aws, options.topic) if options.topic else None
+        self._events = SqsEvents(self.aws, options.queue, spec.name, self.cluster.hint) if options.queue else None
+        tables: FleetMirror | None = None
+        if any(options.tables.model_dump().values()):
+            tables = FleetMirror(spec.name, options.cluster, Mirror(self.aws, options.tables), self.cluster, self.node)
+        self._marks = Marks(spec.name, self.cluster, self.node, tables)
+
+    def node(self, name: str) -> FleetNode:
+        node = self._nodes[name]
+        address = self._launcher.address(node.address)
+        return node if node.network is not None or address is None else node.model_copy(update={"network": address})
+
+    # --- ranks
+
+    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+        return await self._launcher.prepare(node, self._ec2_id(node), order)
+
+    async def start(self, node: str, order: StartOrder) -> Started | Refused:
+        return await self._launcher.start(node, self._ec2_id(node), order)
+
+    async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
+        return await self._launcher.stop(node, self._ec2_id(node), order)
+
+    @asynccontextmanager
+    async def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[WatchStream]:
+        ec2_id = self._ec2_id(node)
+        with _asked(node):
+            arn = await self._find(ec2_id, token)
+        if arn is None:
+            because = f"ECS knows no task of {token} on {ec2_id}: it ended more than an hour ago, or was never run"
+            yield EndedStream(token, after_seq, because)
+            return
+        with self.cluster.follow(arn) as followed:
+            feed = Feed(self._agents, followed, node, token, after_seq, heartbeat)
+            try:
+                yield TaskStream(self.cluster, followed, node, ec2_id, token, after_seq, heartbeat, self._logs.tail, self._settles, feed)
+            finally:
+                await feed.close()
+
+    async def _find(self, ec2_id: str, token: Token) -> str | None:
+        """Return the task that is the rank of a generation; None: ECS knows none, and had the time to."""
+        if (ran := self._launcher.ran(ec2_id, token)) is not None:
+            return ran
+        until = asyncio.get_running_loop().time() + self._settles
+        while True:
+            found = await self.cluster.task_of(ec2_id, started_by(token))
+            if found is not None:
+                return found.arn
+            if asyncio.get_running_loop().time() >= until:
+                return None
+            await asyncio.sleep(LOOK_AGAIN)
+
+    async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
+        ec2_id = self._ec2_id(node)
+        with _asked(node):
+            tasks = await self.cluster.census(ec2_id)
+            # Which has looked at the instance, too: a fleet asks this of every node every minute.
+            instance = await self.cluster.instance(ec2_id, max_age=JUST_NOW)
+            if (silent := self.cluster.silent_for(instance.arn)) > AGENT_FLAPS:
+                raise Unreachable(node, f"the ECS agent of {ec2_id} has not been connected for {silent:.0f} s")
+        held = occupants(task for task in tasks if not task.stopped).held
+        jobs = jobs_of(tasks, instance.attributes)
+        answer = {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": jobs, "held": held}
+        return {**answer, "gpus": NOT_READ} if gpus and held is None else answer
+
+    async def logs(
+        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+    ) -> Logs | Refused:
+        task = await self._task(node, token)
+        if (agent := self._agents_of(node, task)) is not None:
+            # It has ended, or cannot be reached: then where CloudWatch Logs has it is told.
+            with contextlib.suppress(BackendError):
+                async with agent as session:
+                    return await session.logs(token, offsets, max_bytes, wait, tail)
+        return Refused(node, "no_such_generation", await self._where(node, token, task))
+
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+        if (agent := self._agents_of(node, await self._task(node, token))) is not None:
+            async with agent as session:
+                return await session.stacks(token, rank)
+        because = "a rank that is a task of ECS is in a container of its own, where nobody looks unless relaunch's agent is in the image"
+        return Refused(node, "no_such_generation", because)
+
+    async def _task(self, node: str, token: Token) -> Task | None:
+        with _asked(node):
+            return await self.cluster.task_of(self._ec2_id(node), started_by(token))
+
+    def _agents_of(self, node: str, task: Task | None) -> AbstractAsyncContextManager[AgentSession] | None:
+        """The agent in a task, if it has one and may be asked."""
+        if task is None or task.stopped or task.port is None or self.options.agent_key is None:
+            return None
+        return self._agents.session(node, task)
+
+    async def _address(self, node: str) -> str:
+        """Where the containers of a node listen."""
+        if (known := self.node(node).network) is not None:
+            return known
+        with _asked(node):
+            machine = await self.cluster.machine(self._ec2_id(node))
+        if not machine.address:
+            raise Unreachable(node, f"EC2 gives {self._ec2_id(node)} no private address")
+        return machine.address
+
+    async def _where(self, node: str, token: Token, task: Task | None) -> str:
+        if task is None:
+            return f"ECS knows no task of {token} on {self._ec2_id(node)}"
+        with _asked(node):
+            where = await self._logs.where(task)
+        if where is None:
+            return f"what ranks print is where their task definition {task.definition} sends it, and not in CloudWatch Logs"
+        return f"what rank {task.rank} prints is in CloudWatch Logs, group {where[0]}, stream {where[1]}"
+
+    # --- machines
+
+    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        with _asked(node):
+            return await self._node_tasks.probe(self._ec2_id(node), node, within, kernel_since)
+
+    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+        with _asked(node):
+            return await self._node_tasks.diagnose(self._ec2_id(node), node, id, level, within, self._nodes[node].gpus)
+
+    async def reset_gpus(
+        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
+        return self.repairs.reset_gpus(node)
+
+    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+        ec2_id = self._ec2_id(node)
+
+        def probe() -> Awaitable[Mapping[str, Any]]:
+            return self._node_tasks.probe(ec2_id, node, LAST_LOOK, None)
+
+        with _asked(node):
+            return await self.repairs.reboot(node, ec2_id, id, boot_id, because, probe)
+
+    async def cycle_power(self, node: str, id: str, within: float) -> Mapping[str, Any]:
+        with _asked(node):
+            return await self.repairs.cycle_power(node, self._ec2_id(node), id, within)
+
+    # --- beside ranks
+
+    async def tell_people(self, subject: str, text: str) -> str:
+        if self._topic is None:
+            return "its fleet names no topic"
+        await self._topic.tell(subject, text)
+        return f"{self.options.topic} was told"
+
+    def events(self) -> SqsEvents | None:
+        """The queue of the cluster's events, where there is one."""
+        return self._events
+
+    def marks(self) -> Marks:
+        """What follows the fleet: its quarantines as attributes, and the tables of old dashboards, where some are named."""
+        return self._marks
+
+    async def close(self) -> None:
+        await self.cluster.close()
+        await self.aws.close()
+
+    def _ec2_id(self, node: str) -> str:
+        return self._nodes[node].address
+
+
+@contextmanager
+def _asked(node: str) -> Iterator[None]:
+    try:
+        yield
+    except (AwsError, UnknownInstance) as error:
+        raise Unreachable(node, error.because) from error
+
+
+def jobs_of(tasks: Iterable[Task], attributes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Tell of ranks as an agent's `list` does; those of the last hour too, for they say which generations there were.
+
+    Of a job that has had no task here within that hour its attribute alone is left, which does not say whose it is.
+    """
+    jobs: dict[tuple[str, str], dict[tuple[int, int], list[dict[str, Any]]]] = {}
+    for task in tasks:
+        token = token_of(task.started_by)
+        if token is not None:
+            generations = jobs.setdefault((token.namespace, token.job), {})
+            ranks = [{"rank": rank, "pid": None, "alive": not task.stopped} for rank in task.ranks or (task.rank,)]
+            generations.setdefault(key(token), []).extend(ranks)
+    return [_job(*names, generations, attributes) for names, generations in sorted(jobs.items())]
+
+
+def _job(
+    namespace: str, job: str, generations: Mapping[tuple[int, int], list[dict[str, Any]]], attributes: Mapping[str, str]
+) -> dict[str, Any]:
+    fence = Fence.read(attributes.get(job_attribute(namespace, job)))
+    rows = [
+        {
+            "submission": submission,
+            "generation": generation,
+            "state": "running" if any(rank["alive"] for rank in ranks) else "ended",
+            "ranks": ranks,
+            "fleet": "",
+        }
+        for (submission, generation), ranks in sorted(generations.items())
+    ]
+    told = {state: list(fence.highest) if fence is not None and fence.state == state else None for state in ("prepared", "stopped")}
+    return {"namespace": namespace, "job": job, **told, "generations": rows}

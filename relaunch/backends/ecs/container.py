@@ -1,0 +1,239 @@
+"""The agent inside a rank's container, where the image has one: what it is to run, and what it tells of it while it can be reached.
+
+That it cannot be reached is no news: ECS tells how its container ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from relaunch.backends.answers import parse_watch_line
+from relaunch.backends.base import BackendError, StartOrder, Unreachable
+from relaunch.backends.ecs import wire
+from relaunch.backends.ecs.follow import Followed
+from relaunch.backends.ecs.tasks import Definition, Task
+from relaunch.backends.session import SILENT_BEATS, AgentSession
+from relaunch.generation import Token
+from relaunch.spec.job import SecretReference
+
+logger = logging.getLogger(__name__)
+
+PORT = "RELAUNCH_AGENT_PORT"
+"""In the environment of a task definition's container that has the agent for its entry point: that it has, and where it listens."""
+ORDER = "RELAUNCH_ORDER"
+GRACE, HEARTBEAT = 15.0, 10.0
+"""Where another worker has prepared the node, and its words are not known: the default policy's."""
+RETRY = (0.5, 20.0)
+"""Seconds between two attempts to connect: at first while the container starts, at last for one whose port is closed."""
+COMPLAIN_AFTER = 15.0
+"""Seconds of a running task in which the agent was not reached: Python and a first `prepare` take one or two."""
+DRAINED_WITHIN = 1.0
+"""Seconds for the last lines of a container that ECS says has ended: they were sent before it did."""
+AT_FIRST = 2.0
+"""Seconds that the first heartbeat waits for an agent's, which says what a rank has reached already."""
+
+Line = Mapping[str, Any]
+Reach = Callable[[Task], AbstractAsyncContextManager[AgentSession]]
+
+
+def port_of(definition: Definition, container: str) -> int | None:
+    """Where the agent in that container listens; None: there is none.
+
+    Raises:
+        ValueError: what is written there is no port.
+    """
+    written = definition.variables.get(container, {}).get(PORT)
+    if written is None:
+        return None
+    if not written.isdecimal() or not 1024 <= int(written) <= 65535:
+        raise ValueError(f"{PORT} of container {container} of {definition.arn} is {written!r}, expected a port from 1024 to 65535")
+    return int(written)
+
+
+def order(start: StartOrder, port: int, stop_grace: float, heartbeat: float) -> str:
+    """Say what the agent is to run: what the container's environment does not say of the first rank already."""
+    token, first = start.token, start.rank_env[0]
+    own = [
+        {name: value for name, value in env.items() if first.get(name) != value and name != "CUDA_VISIBLE_DEVICES"}
+        for env in start.rank_env
+    ]
+    said = {
+        "token": {"namespace": token.namespace, "job": token.job, "submission": token.submission, "generation": token.generation},
+        "ranks": [int(env["RANK"]) for env in start.rank_env],
+        "rank_env": own,
+        "log_pattern": start.log_pattern,
+        "stop_grace": stop_grace,
+        "heartbeat": heartbeat,
+        "port": port,
+    }
+    return json.dumps(said, separators=(",", ":"))
+
+
+class Agents:
+    """The sessions with those of one fleet: one a task, as long as somebody uses it."""
+
+    def __init__(self, key: SecretReference | None, address: Callable[[str], Awaitable[str]]) -> None:
+        self._key = key
+        self._address = address
+        self._sessions: dict[tuple[str, str], tuple[AgentSession, int]] = {}
+        self._complained: dict[str, None] = {}
+
+    @asynccontextmanager
+    async def session(self, node: str, task: Task) -> AsyncIterator[AgentSession]:
+        """Raises Unreachable, here or at its first use: there is none, or not with this key."""
+        name = node, task.arn
+        port = task.port
+        if port is None:
+            raise Unreachable(node, f"task {task.short} has no agent in it")
+        if self._key is None:
+            raise Unreachable(node, "the fleet file names no ecs.agent_key")
+        if name not in self._sessions:
+
+            async def connect() -> wire.WirePipe:
+                return await wire.connect(node, await self._address(node), port, self._read_key(node))
+
+            self._sessions[name] = AgentSession(node, connect, silence_breaks=True), 0
+        session, users = self._sessions[name]
+        self._sessions[name] = session, users + 1
+        try:
+            yield session
+        finally:
+            session, users = self._sessions[name]
+            if users > 1:
+                self._sessions[name] = session, users - 1
+            else:
+                del self._sessions[name]
+                await session.close()
+
+    def complain(self, node: str, task: Task, because: str) -> None:
+        """Once a task, of which there may be many watches."""
+        if task.arn not in self._complained:
+            self._complained[task.arn] = None
+            logger.warning(
+                "node %s: the agent in task %s is not reached (%s): its exit codes will be known, and neither progress nor error files",
+                node,
+                task.short,
+                because,
+            )
+
+    def _read_key(self, node: str) -> bytes:
+        assert self._key is not None  # asked before
+        where = f"file {self._key.file}" if self._key.file else f"variable {self._key.env}"
+        try:
+            text = Path(self._key.file).expanduser().read_text() if self._key.file else os.environ[self._key.env or ""]
+        except (OSError, KeyError) as error:
+            raise Unreachable(node, f"ecs.agent_key: {where} cannot be read by the worker") from error
+        key = text.strip().encode()
+        if len(key) < wire.LEAST_KEY:
+            raise Unreachable(node, f"ecs.agent_key: {where} has {len(key)} bytes, expected at least {wire.LEAST_KEY}")
+        return key
+
+
+class Feed:
+    """One watch of the agent in one task."""
+
+    def __init__(self, agents: Agents, followed: Followed, node: str, token: Token, after_seq: int, heartbeat: float) -> None:
+        self._agents = agents
+        self._followed = followed
+        self._node = node
+        self._token = token
+        self._after_seq = after_seq
+        self._heartbeat = heartbeat
+        self._lines: deque[Line] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._begun = 0.0
+        self._heard_at: float | None = None
+        self._finishing = asyncio.Event()
+        self._tried = False
+        self._hushed = False
+        """It was asked to go, by ECS: who did that, and why, ECS knows."""
+        self.connected = False
+        self._over = False
+
+    def begin(self, task: Task) -> None:
+        """Look for it, from the first moment that its task is known: a rank that fails at once is to be heard, too."""
+        if self._task is None and task.port is not None and not task.stopped:
+            self._begun = time.monotonic()
+            self._task = asyncio.create_task(self._run(task), name=f"agent of {self._node}")
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the container is known to live, whatever AWS says or does not."""
+        return self.connected and self._heard_at is not None and time.monotonic() - self._heard_at < SILENT_BEATS * self._heartbeat
+
+    @property
+    def waits_until(self) -> float | None:
+        """Until when it may be heard for the first time; None: it was, or will hardly be."""
+        until = self._begun + AT_FIRST
+        return until if self._task is not None and not self._tried and time.monotonic() < until else None
+
+    def next(self) -> Line | None:
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()  # what nobody expected is raised where somebody reads
+        return self._lines.popleft() if self._lines else None
+
+    async def finish(self) -> None:
+        """Hear the last of what was said, and no more."""
+        self._finishing.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=DRAINED_WITHIN if self.connected else 0.0)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, task: Task) -> None:
+        pause = RETRY[0]
+        while not self._over and not self._finishing.is_set():
+            try:
+                async with (
+                    self._agents.session(self._node, task) as session,
+                    session.watch(self._token, self._after_seq, self._heartbeat) as stream,
+                ):
+                    async for line in stream.lines():
+                        # A node has no right to words that belong to ECS or to people.
+                        self._hear(parse_watch_line(self._node, self._token, line), task)
+                        pause = RETRY[0]
+                        if self._over:
+                            break
+                because = "it has closed the connection"
+            except BackendError as error:
+                because = error.because
+            finally:
+                self.connected, self._tried = False, True
+                self._followed.nudge()
+            running = self._followed.task is not None and self._followed.task.last_status == "RUNNING"
+            if not self._over and running and time.monotonic() - max(self._begun, self._heard_at or 0.0) >= COMPLAIN_AFTER:
+                self._agents.complain(self._node, task, because)
+            try:
+                async with asyncio.timeout(0.0 if self._over else pause):
+                    await self._finishing.wait()
+            except TimeoutError:
+                pause = min(RETRY[1], pause * 1.5)
+
+    def _hear(self, line: Line, task: Task) -> None:
+        if line.get("outcome") == "refused":
+            raise Unreachable(self._node, str(line.get("because")))
+        if (hello := line.get("hello")) is not None and list(hello.get("ranks") or ()) != list(task.ranks):
+            raise Unreachable(
+                self._node, f"the agent there has ranks {hello.get('ranks')}, expected {list(task.ranks)}: is it another node's?"
+            )
+        self._heard_at, self.connected, self._tried = time.monotonic(), True, True
+        if (observation := line.get("observation")) is not None:
+            self._after_seq = int(observation["seq"])
+            self._hushed = self._hushed or observation.get("kind") == "Stopped"
+        self._over = "end" in line
+        if "hello" not in line and not self._hushed:
+            # A lease is for those whom nobody else can stop.
+            self._lines.append({"heartbeat": {**line["heartbeat"], "lease_left": None}} if "heartbeat" in line else line)
+        self._followed.nudge()

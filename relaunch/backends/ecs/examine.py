@@ -1,0 +1,343 @@
+"""Examines a container instance by one-shot tasks there: the agent's `probe` and `diagnose`, or a health check that has only an exit code.
+
+What is found is told as the agent tells it, with what only ECS and EC2 know besides. It concludes nothing from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from relaunch.backends.base import PROTOCOL, Refused, Unreachable
+from relaunch.backends.ecs.aws import Aws, AwsError, Kind
+from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
+from relaunch.backends.ecs.occupants import examination, node_task, occupants
+from relaunch.backends.ecs.reboots import Journal
+from relaunch.backends.ecs.repairs import Repairs
+from relaunch.backends.ecs.tasks import Definition, Failure, Instance, Task, client_token, run_task
+from relaunch.spec.fleet import EcsOptions
+
+PLACED_WITHIN = 45.0
+"""Seconds to place, pull and start, of one call: activities give a probe a minute more than its own time. Who asks again waits for the
+same task, so that an image which takes longer to pull is pulled once."""
+SETTLED_WITHIN = 20.0
+"""Seconds of them to wait for an instance that is on its way back; whoever looks asks every five."""
+KNOWN_WITHIN = 10.0
+"""Seconds until ECS knows a task that it has just answered."""
+LOGGED_WITHIN = 30.0
+"""Seconds. Docker's driver sends what was printed every five, and CloudWatch Logs shows it a little later."""
+LOG_LOOK = 1.0
+FREE_WITHIN = 150.0
+"""Seconds for GPUs to become free: tasks that were told to stop have 30 s, and at most 120 where a stopTimeout says so."""
+FREE_LOOK = 2.0
+STOP_REASON = "relaunch: examination"
+_ANSWER = re.compile(r"relaunch-answer(?: (\d{1,4})/(\d{1,4}))?: (.*)", re.DOTALL)
+
+
+class NodeTasks:
+    def __init__(self, cluster: Cluster, aws: Aws, options: EcsOptions, repairs: Repairs | None = None) -> None:
+        self._cluster = cluster
+        self._aws = aws
+        self._options = options
+        self._repairs = repairs or Repairs(cluster, aws, options)
+
+    async def probe(self, ec2_id: str, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        """Ask how a node is, once everything that was ordered of it is finished.
+
+        Raises:
+            Unreachable: nothing there could be asked.
+        """
+        if self._options.node_task is None and self._options.health_check is None:
+            raise Unreachable(
+                node, "nothing can be run on it to look: set ecs.node_task in the fleet file to the node image's task definition"
+            )
+        until = time.monotonic() + within + PLACED_WITHIN
+        journal = await self._repairs.settle(node, ec2_id, min(SETTLED_WITHIN, within))
+        with _asking(node):
+            instance = await self._instance(node, ec2_id)
+            if self._options.node_task is None:
+                return await self._unprobed(instance, journal)
+            order = {"protocol": PROTOCOL, "within": within, "kernel_since": kernel_since}
+            kind = "probe" if kernel_since is None else "probe-since"
+            answer = await self._probed(node, instance, kind, order, until)
+            machine = await self._cluster.machine(ec2_id)
+            on_it = occupants(await self._cluster.tasks_on(ec2_id))
+        told = journal.told(str(answer.get("boot_id") or ""), machine.launched_at)
+        return {
+            **answer,
+            "jobs": _joined(answer.get("jobs"), list(on_it.jobs)),
+            "held": on_it.held or answer.get("held"),
+            "reboots": _joined(answer.get("reboots"), told),
+            "ecs_health": instance.health,
+            "ecs_gpus": len(instance.gpus),
+        }
+
+    async def diagnose(self, ec2_id: str, node: str, id: str, level: int, within: float, gpus: int) -> Mapping[str, Any] | Refused:
+        """Have its GPUs examined by a task that has them all, or wait for the one that was begun for this id.
+
+        Raises:
+            Unreachable: nobody knows whether it is examined.
+        """
+        until = time.monotonic() + within
+        name = self._options.health_check or self._options.node_task
+        if name is None:
+            return Refused(node, "cannot_start", "neither ecs.node_task nor ecs.health_check is set in the fleet file")
+        by_agent = self._options.health_check is None
+        with _asking(node):
+            instance = await self._instance(node, ec2_id)
+            definition = await self._cluster.definition(name)
+            if (container := _examiner(definition)) is None:
+                several = ", ".join(definition.essential) or "none"
+                return Refused(node, "cannot_start", f"{definition.arn} has not one essential container, but {several}: which examines?")
+            order = {"protocol": PROTOCOL, "id": id, "level": level, "within": max(1.0, until - time.monotonic())}
+            command = ("diagnose", json.dumps(order)) if by_agent else ()
+            task = await self._alone(node, instance, id, definition, container, command, gpus, until)
+            if isinstance(task, Refused):
+                return task
+            try:
+                ended = await self._ended(task, until)
+            except TimeoutError:
+                return _inconclusive(f"it did not end within {within:g} s and was stopped")
+            if ended is None:
+                return _inconclusive("ECS does not know its task any more")
+            if ended.started_at is None and _code(ended, container) is None:
+                return Refused(node, "cannot_start", f"the examination never ran: {_words(ended)}")
+            answer = await self._read(definition, container, ended, min(until, time.monotonic() + LOGGED_WITHIN)) if by_agent else None
+            if answer is None:
+                return await self._by_exit_code(ec2_id, ended, container)
+        if answer.get("outcome") == "refused":
+            return Refused(node, str(answer.get("why") or "cannot_start"), str(answer.get("because") or "it does not say why"))
+        return answer
+
+    # --- what is known without a task
+
+    async def _unprobed(self, instance: Instance, journal: Journal) -> Mapping[str, Any]:
+        """Only what ECS and EC2 tell. The launch is the boot: it changes by a stop and start, and by nothing less."""
+        machine = await self._cluster.machine(instance.ec2_id)
+        on_it = occupants(await self._cluster.tasks_on(instance.ec2_id))
+        boot_id = _boot_of_ec2(instance.ec2_id, machine.launched_at)
+        return {
+            "outcome": "done",
+            "unprobed": True,
+            "boot_id": boot_id,
+            "stamp": None if machine.launched_at is None else max(0.0, time.time() - machine.launched_at),
+            "jobs": list(on_it.jobs),
+            "held": on_it.held,
+            "reboots": journal.told(boot_id, machine.launched_at),
+            "ecs_health": instance.health,
+            "ecs_gpus": len(instance.gpus),
+        }
+
+    async def _by_exit_code(self, ec2_id: str, task: Task, container: str) -> Mapping[str, Any]:
+        """0 healthy, 1 faulty, and everything else, 226 of dcgmi among it, tells nothing."""
+        code = _code(task, container)
+        word = {0: "healthy", 1: "faulty"}.get(code, "inconclusive") if code is not None else "inconclusive"
+        answer = {"outcome": "done", "contract": word, "because": _words(task), "exit_code": code}
+        if self._options.node_task is not None:
+            return answer  # its boot id is the kernel's, which an exit code does not tell
+        return {**answer, "boot_id": _boot_of_ec2(ec2_id, (await self._cluster.machine(ec2_id)).launched_at)}
+
+    async def _instance(self, node: str, ec2_id: str) -> Instance:
+        instance = await self._cluster.instance(ec2_id)
+        if not instance.agent_connected:
+            raise Unreachable(node, f"the ECS agent of {ec2_id} is not connected")
+        if instance.status != "ACTIVE":
+            raise Unreachable(node, f"its container instance is {instance.status}, so ECS places no task there to look at it")
+        return instance
+
+    # --- tasks
+
+    async def _probed(self, node: str, instance: Instance, kind: str, order: Mapping[str, Any], until: float) -> Mapping[str, Any]:
+        assert self._options.node_task is not None
+        definition = await self._cluster.definition(self._options.node_task)
+        container = _examiner(definition)
+        if container is None or container not in definition.logs:
+            wanted = "one essential container with logDriver awslogs, awslogs-group and awslogs-stream-prefix"
+            raise Unreachable(node, f"task definition {definition.arn} cannot be read from: expected {wanted}")
+        started_by = node_task(kind)
+        task = await self._running(instance.ec2_id, started_by)
+        if task is None:
+            asked = run_task(
+                self._cluster.name,
+                instance.ec2_id,
+                task_definition=definition.arn,
+                container=container,
+                command=("probe", json.dumps(order)),
+                started_by=started_by,
+                client_token=client_token("probe", uuid.uuid4().hex),
+            )
+            placed = await self._cluster.run(asked, instance.arn)
+            if isinstance(placed, Failure):
+                raise Unreachable(node, f"ECS placed no task to look at it: {_failed(placed)}")
+            task = placed
+        try:
+            ended = await self._wait(task, until)
+        except TimeoutError:
+            raise Unreachable(node, f"the task that looks at it, {task.short}, has not ended in time: pulled or placed late") from None
+        if ended is None or _code(ended, container) is None:
+            words = "ECS does not know it any more" if ended is None else _words(ended)
+            raise Unreachable(node, f"the task that was to look at it, {task.short}, ended without an answer: {words}")
+        now = time.monotonic()
+        answer = await self._read(definition, container, ended, min(max(until, now + LOG_LOOK), now + LOGGED_WITHIN))
+        if answer is None:
+            log = definition.logs[container]
+            stream = log.stream(container, task.short)
+            raise Unreachable(node, f"what looked at it ({_words(ended)}) left no answer in log group {log.group}, stream {stream}")
+        if answer.get("outcome") != "done":
+            raise Unreachable(node, f"what looked at it could not: {answer.get('because') or 'it does not say why'}")
+        return answer
+
+    async def _alone(
+        self,
+        node: str,
+        instance: Instance,
+        id: str,
+        definition: Definition,
+        container: str,
+        command: tuple[str, ...],
+        gpus: int,
+        until: float,
+    ) -> Task | Refused:
+        """The task that examines for this id; ECS gives it the GPUs only when nobody else has them."""
+        started_by = node_task("diagnose", id)
+        free_until = min(until, time.monotonic() + FREE_WITHIN)
+        while True:
+            for task in await self._cluster.tasks_on(instance.ec2_id):
+                kind, other = examination(task)
+                if task.started_by == started_by:
+                    return task
+                if kind == "diagnose":
+                    return Refused(node, "held", f"this node is being examined (diagnose, {other})", held_by=other)
+            asked = run_task(
+                self._cluster.name,
+                instance.ec2_id,
+                task_definition=definition.arn,
+                container=container,
+                command=command,
+                gpus=gpus,
+                started_by=started_by,
+                client_token=client_token("diagnose", id, uuid.uuid4().hex),
+            )
+            placed = await self._cluster.run(asked, instance.arn)
+            if isinstance(placed, Task):
+                return placed
+            if placed.reason == "AGENT":
+                raise Unreachable(node, f"ECS placed no task to examine it: {_failed(placed)}")
+            if not placed.reason.startswith("RESOURCE:"):
+                return Refused(node, "cannot_start", f"ECS placed no task to examine it: {_failed(placed)}")
+            if time.monotonic() + FREE_LOOK >= free_until:
+                return Refused(node, "busy", f"ECS has not its GPUs free to examine it: {_failed(placed)}")
+            await asyncio.sleep(FREE_LOOK)
+
+    async def _running(self, ec2_id: str, started_by: str) -> Task | None:
+        return next((task for task in await self._cluster.tasks_on(ec2_id) if task.started_by == started_by), None)
+
+    async def _ended(self, task: Task, until: float) -> Task | None:
+        """Wait for an examination; one that nobody waits for any more, or that does not end in time, is stopped."""
+        try:
+            return await self._wait(task, until)
+        except (TimeoutError, asyncio.CancelledError):
+            await asyncio.shield(self._cluster.stop(task.arn, STOP_REASON))
+            raise
+
+    async def _wait(self, task: Task, until: float) -> Task | None:
+        """None: ECS does not know it, and it is not too new for that."""
+        known_by = time.monotonic() + KNOWN_WITHIN
+        while True:
+            found = (await self._cluster.wait_stopped([task.arn], max(0.0, until - time.monotonic())))[task.arn]
+            if found is not None or time.monotonic() >= min(until, known_by):
+                return found
+            await asyncio.sleep(LOG_LOOK)
+
+    # --- logs
+
+    async def _read(self, definition: Definition, container: str, task: Task, until: float) -> dict[str, Any] | None:
+        """The answer that a task printed; None: there is none to be had."""
+        log = definition.logs.get(container)
+        if log is None or (log.region and self._options.region and log.region != self._options.region):
+            return None
+        while True:
+            try:
+                answer = _answer(await self._lines(log.group, log.stream(container, task.short)))
+            except AwsError as error:
+                if error.kind is Kind.DENIED or (error.kind is Kind.REFUSED and error.code != "ResourceNotFoundException"):
+                    return None
+                answer = None
+            if answer is not None or time.monotonic() + LOG_LOOK >= until:
+                return answer
+            await asyncio.sleep(LOG_LOOK)
+
+    async def _lines(self, group: str, stream: str) -> list[str]:
+        lines: list[str] = []
+        page: dict[str, str] = {}
+        while True:
+            request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
+            answer = await self._aws.call("logs", "GetLogEvents", **request, **page)
+            lines += [str(event.get("message") or "") for event in answer.get("events") or ()]
+            token = str(answer.get("nextForwardToken") or "")
+            if not token or token == page.get("nextToken"):  # the last page points at itself
+                return lines
+            page = {"nextToken": token}
+
+
+def _answer(lines: list[str]) -> dict[str, Any] | None:
+    parts: dict[int, str] = {}
+    of = 0
+    for match in filter(None, map(_ANSWER.fullmatch, lines)):
+        number, of = int(match[1] or 1), int(match[2] or 1)
+        parts[number] = match[3]
+    if not parts or sorted(parts) != list(range(1, of + 1)):
+        return None
+    try:
+        answer = json.loads("".join(parts[number] for number in sorted(parts)))
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _examiner(definition: Definition) -> str | None:
+    if len(definition.containers) == 1:
+        return definition.containers[0]
+    return definition.essential[0] if len(definition.essential) == 1 else None
+
+
+def _code(task: Task, container: str) -> int | None:
+    return next((one.exit_code for one in task.containers if one.name == container), None)
+
+
+def _words(task: Task) -> str:
+    """How a task ended, in AWS's words and by its exit codes."""
+    codes = [f"exit code {one.exit_code}" for one in task.containers if one.exit_code is not None]
+    said = [task.stopped_reason, *(one.reason for one in task.containers)]
+    return "; ".join([*codes, *filter(None, said)]) or "ECS does not say how"
+
+
+def _failed(failure: Failure) -> str:
+    return failure.reason + (f" ({failure.detail})" if failure.detail else "")
+
+
+def _inconclusive(because: str) -> dict[str, Any]:
+    return {"outcome": "done", "contract": "inconclusive", "because": because, "exit_code": None}
+
+
+def _joined(agents: Any, ours: list[dict[str, Any]]) -> Any:
+    """What the agent could not read stays unread."""
+    return [*agents, *ours] if isinstance(agents, list) else agents
+
+
+def _boot_of_ec2(ec2_id: str, launched_at: float | None) -> str:
+    return "" if launched_at is None else f"ec2:{ec2_id}:{launched_at:.0f}"
+
+
+@contextmanager
+def _asking(node: str) -> Iterator[None]:
+    try:
+        yield
+    except (AwsError, UnknownInstance) as error:
+        raise Unreachable(node, error.because) from error

@@ -1,0 +1,343 @@
+"""Makes a node ready for a generation, runs its rank there as one task, and stops ranks until ECS says that they have stopped.
+
+What it has to know it reads from ECS each time: any controller goes on where another was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from relaunch.backends.base import Gone, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, Unreachable
+from relaunch.backends.ecs import container as inside
+from relaunch.backends.ecs import fence
+from relaunch.backends.ecs.aws import AwsError, Kind
+from relaunch.backends.ecs.cluster import GONE, Cluster, Machine, UnknownInstance
+from relaunch.backends.ecs.errors import by_aws, cannot, forbidden, no_network, not_above, not_placed, unfit
+from relaunch.backends.ecs.fence import Fence
+from relaunch.backends.ecs.stream import SETTLES
+from relaunch.backends.ecs.tasks import (
+    LONGEST_OVERRIDES,
+    QUARANTINE,
+    Definition,
+    Instance,
+    Task,
+    client_token,
+    job_attribute,
+    overrides_length,
+    run_task,
+    started_by,
+    stop_reason,
+    the_container,
+    token_of,
+)
+from relaunch.generation import Token
+from relaunch.spec.fleet import EcsOptions
+
+FIRST_PORT, PORTS = 20000, 10000
+"""Of MASTER_PORT: below the ports that Linux gives to connections (32768) and those of the ECS agent (51678 on)."""
+LOOK_AGAIN = 0.5
+JUST_NOW = 1.0
+"""Seconds: what was read within the same order need not be read again."""
+
+
+class Launcher:
+    """All nodes of one fleet."""
+
+    def __init__(self, cluster: Cluster, options: EcsOptions, settles: float = SETTLES) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._settles = settles
+        self._ran: dict[tuple[str, str, str], tuple[Token, str]] = {}
+        self._addresses: dict[str, str] = {}
+        self._wanted: dict[str, PrepareOrder] = {}
+        """What was prepared last on each machine: an order to start does not repeat it."""
+
+    def address(self, ec2_id: str) -> str | None:
+        """Where other ranks find those of a machine, once it was prepared."""
+        return self._addresses.get(ec2_id)
+
+    def ran(self, ec2_id: str, token: Token) -> str | None:
+        """The task that this controller itself has run there."""
+        newest = self._ran.get((ec2_id, token.namespace, token.job))
+        return newest[1] if newest is not None and newest[0] == token else None
+
+    async def prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Prepared | Refused:
+        token = order.token
+        try:
+            started_by(token)
+        except ValueError as error:
+            return Refused(node, "cannot_start", str(error))
+        self._wanted[ec2_id] = order
+        try:
+            return await self._prepare(node, ec2_id, order)
+        except UnknownInstance as error:
+            raise Unreachable(node, error.because) from error
+        except AwsError as error:
+            return by_aws(node, error)
+
+    async def _prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Prepared | Refused:
+        token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
+        instance = await self._cluster.instance(ec2_id)
+        if (refused := unfit(node, instance)) is not None:
+            return refused
+        set_ = Fence.read(instance.attributes.get(attribute))
+        if (refused := forbidden(node, set_, token)) is not None:
+            return refused
+        await self._learn_address(node, ec2_id)
+        if set_ != Fence.of(token, "prepared"):
+            await self._put(instance, ec2_id, attribute, Fence.of(token, "prepared"))
+        # Only now: whatever ECS places from here on is of this generation.
+        own = await self._own(ec2_id, token, set_ if set_ != Fence.of(token, "prepared") else None)
+        highest = max(map(_key, own), default=fence.key(token))
+        if highest > fence.key(token):
+            # A later controller was here between our look and our word, which must not stand.
+            await self._cluster.put_attributes(instance.arn, {attribute: str(Fence("prepared", *highest))})
+            return not_above(node, token, highest)
+        mine = [task for task in own if token_of(task.started_by) == token]
+        if mine and all(task.stopped for task in mine):
+            because = f"generation {token.generation} was started on {node} already and has ended: a generation is launched once"
+            return Refused(node, "not_above", because, fence.key(token))
+        older = [task for task in own if not task.stopped and task not in mine]
+        if (refused := await self._end(node, ec2_id, older, order.stop_grace + order.stuck_after)) is not None:
+            return refused
+        return Prepared(
+            node,
+            boot_id=instance.arn.rpartition("/")[2],
+            master_port=FIRST_PORT + _number(str(token), node) % PORTS,
+            peer_port=0,
+            stamp=stamp(token, node),
+            nonce=client_token("nonce", str(token), node),
+        )
+
+    async def _learn_address(self, node: str, ec2_id: str) -> None:
+        machine = await self._cluster.machine(ec2_id)
+        if machine.state != "running" or not machine.address:
+            raise Unreachable(node, f"{ec2_id} is {_said(machine)}" + ("" if machine.address else " and has no private address"))
+        self._addresses[ec2_id] = machine.address
+
+    async def _put(self, instance: Instance, ec2_id: str, attribute: str, word: Fence) -> None:
+        jobs = len(fence.to_forget(instance.attributes, attribute, ()))
+        living: list[str] = []
+        if jobs:
+            tokens = [token_of(task.started_by) for task in await self._cluster.tasks_on(ec2_id)]
+            living = [job_attribute(one.namespace, one.job) for one in tokens if one is not None]
+        forgotten = dict.fromkeys(fence.to_forget(instance.attributes, attribute, living))
+        await self._cluster.put_attributes(instance.arn, {**forgotten, attribute: str(word)})
+
+    # --- start
+
+    async def start(self, node: str, ec2_id: str, order: StartOrder) -> Started | Refused:
+        token = order.token
+        if order.prepared != stamp(token, node):
+            return Refused(node, "expired", f"the order to start {token} belongs to another preparation of {node}")
+        if (because := cannot(order)) is not None:
+            return Refused(node, "cannot_start", because)
+        given = order.ecs
+        name = (given.task_definition if given else None) or self._options.task_definition
+        if name is None:
+            because = "neither the job file nor the fleet file says what a rank is run as: write `ecs: {task_definition: FAMILY}`"
+            return Refused(node, "cannot_start", because)
+        try:
+            definition = await self._cluster.definition(name)
+        except AwsError as error:
+            if error.kind is Kind.REFUSED:
+                return Refused(node, "cannot_start", f"task definition {name!r}: {error.because}")
+            return by_aws(node, error)
+        try:
+            container = the_container(definition, (given.container if given else None) or self._options.container)
+            port = inside.port_of(definition, container)
+        except ValueError as error:
+            return Refused(node, "cannot_start", str(error))
+        if port is None and len(order.rank_env) != 1:
+            because = (
+                f"a task is one rank and {len(order.rank_env)} were asked for: nproc_per_node must be 1, unless the agent is in the image "
+                f"and {inside.PORT} in {definition.arn}"
+            )
+            return Refused(node, "cannot_start", because)
+        if (because := no_network(definition, order)) is not None:
+            return Refused(node, "cannot_start", because)
+        request = run_task(
+            self._cluster.name,
+            ec2_id,
+            task_definition=name,
+            container=container,
+            command=order.command,
+            environment={**_environment(definition, order), **self._for_agent(ec2_id, order, port)},
+            gpus=order.gpus,
+            started_by=started_by(token),
+            client_token=client_token("start", str(token), node),
+            only_where=(fence.only_for(job_attribute(token.namespace, token.job), token), f"attribute:{QUARANTINE} not_exists"),
+        )
+        if (length := overrides_length(request)) > LONGEST_OVERRIDES:
+            because = (
+                f"command and environment are {length} characters, of which ECS takes {LONGEST_OVERRIDES}: put what is constant into {name}"
+            )
+            return Refused(node, "cannot_start", because)
+        try:
+            return await self._run(node, ec2_id, token, request)
+        except UnknownInstance as error:
+            raise Unreachable(node, error.because) from error
+        except AwsError as error:
+            return by_aws(node, error, "cannot_start")
+
+    def _for_agent(self, ec2_id: str, order: StartOrder, port: int | None) -> dict[str, str]:
+        if port is None:
+            return {}
+        wanted = self._wanted.get(ec2_id)
+        known = wanted is not None and wanted.token == order.token
+        grace, beat = (wanted.stop_grace, wanted.heartbeat) if wanted is not None and known else (inside.GRACE, inside.HEARTBEAT)
+        return {inside.ORDER: inside.order(order, port, grace, beat)}
+
+    async def _run(self, node: str, ec2_id: str, token: Token, request: dict[str, Any]) -> Started | Refused:
+        # First, because ECS forgets a client token an hour after its task has ended.
+        known = await self._cluster.task_of(ec2_id, started_by(token))
+        # Which has looked at the instance, too.
+        instance = await self._cluster.instance(ec2_id, max_age=JUST_NOW)
+        until = time.monotonic() + self._settles
+        unplaced: Refused | None = None
+        while True:
+            set_ = Fence.read(instance.attributes.get(job_attribute(token.namespace, token.job)))
+            if (refused := forbidden(node, set_, token)) is not None:
+                return refused
+            if known is not None:
+                arn = known.arn
+                break
+            if set_ != Fence.of(token, "prepared") and time.monotonic() >= until:
+                return Refused(node, "not_prepared", f"{node} was not prepared for {token}")
+            try:
+                answer = await self._cluster.run(request, at=instance.arn)
+            except AwsError as error:
+                if error.code != "ConflictException":
+                    raise
+                # An attempt before this one ran it by the same name, with other words, such as another address of rank 0.
+                arn = await self._conflicting(ec2_id, token, error)
+                break
+            if isinstance(answer, Task):
+                self._ran[ec2_id, token.namespace, token.job] = token, answer.arn
+                return Started(node, {}, already=False)
+            if not answer.reason.startswith("MemberOf"):
+                return not_placed(node, ec2_id, answer)
+            if unplaced is not None and time.monotonic() >= until:
+                return unplaced
+            # The scheduler may not know yet what we have just put; or somebody has put another word since, which then counts.
+            unplaced = not_placed(node, ec2_id, answer)
+            await asyncio.sleep(LOOK_AGAIN)
+            instance = await self._cluster.instance(ec2_id)
+        self._ran[ec2_id, token.namespace, token.job] = token, arn
+        return Started(node, {}, already=True)
+
+    async def _conflicting(self, ec2_id: str, token: Token, error: AwsError) -> str:
+        """Return the task that has the name already: AWS says which, before its lists do."""
+        if arns := error.response.get("resourceIds"):
+            return str(arns[0])
+        if (known := await self._cluster.task_of(ec2_id, started_by(token))) is None:
+            raise error
+        return known.arn
+
+    # --- stop
+
+    async def stop(self, node: str, ec2_id: str, order: StopOrder) -> Gone | Refused:
+        token = order.token
+        try:
+            return await self._stop(node, ec2_id, order)
+        except UnknownInstance as error:
+            return await self._gone_with_machine(node, ec2_id, token, error)
+        except AwsError as error:
+            return by_aws(node, error)
+
+    async def _stop(self, node: str, ec2_id: str, order: StopOrder) -> Gone | Refused:
+        token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
+        instance = await self._cluster.instance(ec2_id)
+        before = Fence.read(instance.attributes.get(attribute))
+        if before is None or before.highest < fence.key(token) or before == Fence.of(token, "prepared"):
+            await self._put(instance, ec2_id, attribute, Fence.of(token, "stopped"))
+        own = await self._own(ec2_id, token, before or Fence.of(token, "prepared"))
+        living = [task for task in own if not task.stopped and _key(task) <= fence.key(token)]
+        refused = await self._end(node, ec2_id, living, order.stop_grace + order.stuck_after)
+        return Gone(node) if refused is None else refused
+
+    async def _own(self, ec2_id: str, token: Token, before: Fence | None) -> list[Task]:
+        """Return the tasks of a job there, with those of the last hour.
+
+        Args:
+            ec2_id: Of the machine.
+            token: Of the job.
+            before: What was prepared there until now. Where nothing is known to have come of it, it may have been started a moment ago, by
+                somebody who died of it, and ECS's lists may not have it yet: they are read again later.
+        """
+        own = [task for task in await self._cluster.census(ec2_id) if _is_of(task, token)]
+        if before is None or before.state == "stopped" or any(_key(task) == before.highest for task in own):
+            return own
+        await asyncio.sleep(self._settles)
+        return [task for task in await self._cluster.census(ec2_id) if _is_of(task, token)]
+
+    async def _gone_with_machine(self, node: str, ec2_id: str, token: Token, error: UnknownInstance) -> Gone:
+        try:
+            machine = await self._cluster.machine(ec2_id)
+        except AwsError as failed:
+            raise Unreachable(node, failed.because) from failed
+        if machine.state in GONE or not machine.state:
+            return Gone(node)
+        raise Unreachable(node, f"{error.because}, and it is {_said(machine)}: what runs there cannot be seen") from error
+
+    async def _end(self, node: str, ec2_id: str, tasks: Iterable[Task], within: float) -> Refused | None:
+        """Stop tasks and wait until they have. None: they have."""
+        living = list(tasks)
+        if not living:
+            return None
+        for task in living:
+            token = token_of(task.started_by)
+            if task.desired_status != "STOPPED" and token is not None:
+                await self._cluster.stop(task.arn, stop_reason(token))
+        try:
+            await self._cluster.wait_stopped([task.arn for task in living], within)
+        except TimeoutError:
+            machine = await self._cluster.machine(ec2_id)
+            if machine.state in GONE:
+                return None
+            instance = await self._cluster.instance(ec2_id)
+            if not instance.agent_connected:
+                because = f"its ECS agent is not connected, and {len(living)} of its tasks may run yet"
+                raise Unreachable(node, f"{ec2_id} is {_said(machine)}, {because}") from None
+            names = ", ".join(task.short for task in living[:4])
+            return Refused(node, "stuck", f"ECS could not stop task {names} within {within:g} s: {node} needs a reboot")
+        return None
+
+
+def stamp(token: Token, node: str) -> float:
+    """What names a preparation: the same for every controller, for none of them has to outlive it."""
+    return float(_number("stamp", str(token), node))
+
+
+def _number(*parts: str) -> int:
+    # 48 bits, which a float holds exactly.
+    return int(hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12], 16)
+
+
+def _is_of(task: Task, token: Token) -> bool:
+    of = token_of(task.started_by)
+    return of is not None and (of.namespace, of.job) == (token.namespace, token.job)
+
+
+def _key(task: Task) -> tuple[int, int]:
+    of = token_of(task.started_by)
+    assert of is not None, f"{task.started_by} is no rank"
+    return fence.key(of)
+
+
+def _said(machine: Machine) -> str:
+    return machine.state or "not known to EC2"
+
+
+def _environment(definition: Definition, order: StartOrder) -> dict[str, str]:
+    environment = {**order.env, **order.rank_env[0], "RELAUNCH_TOKEN": str(order.token)}
+    # ECS gives a task GPUs of its own choice, and they are all that it sees.
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if definition.network_mode != "host" and "MASTER_ADDR" in environment:
+        # Behind a bridge a rank cannot reach itself by the address of its node.
+        environment["MASTER_ADDR"] = "127.0.0.1"
+    return environment

@@ -1,0 +1,316 @@
+"""Writes what goes on into three DynamoDB tables, for dashboards that read them. Nothing of relaunch reads them: they decide nothing.
+
+Every write carries the age of what it says, and DynamoDB compares: one that comes late, or again, changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from relaunch.backends.base import Unreachable
+from relaunch.backends.ecs.aws import Aws, AwsError
+from relaunch.backends.ecs.legacy_rows import JobRow, NodeRow, TaskRow, TaskStatus, job_status, node_status, task_status
+from relaunch.backends.ecs.tasks import Instance, Task, is_ours, started_by
+from relaunch.generation import Token
+from relaunch.job.state import JobState
+from relaunch.pool.state import FleetState
+from relaunch.spec.fleet import EcsTables, FleetNode
+
+SEQ = "relaunch_seq"
+AT_ONCE = 8
+"""Writes of one fleet: threads are shared with what keeps jobs running."""
+KNOWN_FOR = 600.0
+"""Seconds after which every node's row is written again although nothing seems to have changed: another worker may have written since."""
+ARN_KNOWN_FOR = 3600.0
+"""Seconds. A container instance has a new ARN when its agent lost what it knew, which is rare."""
+
+
+class Places(Protocol):
+    """Where nodes and ranks are in ECS."""
+
+    async def instance(self, ec2_id: str, max_age: float = 0.0) -> Instance:
+        """Raises LookupError when none is registered."""
+        ...
+
+    async def task_of(self, ec2_id: str, started_by: str) -> Task | None:
+        """Also one that has ended within the last hour. Raises LookupError when no container instance is there."""
+        ...
+
+
+class Mirror:
+    """The tables. A row has the attributes that are documented, and `relaunch_seq`; what else it has is left alone."""
+
+    def __init__(self, aws: Aws, tables: EcsTables, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._aws = aws
+        self._tables = tables
+        self._clock = clock
+
+    async def job(self, row: JobRow) -> bool:
+        """Return whether the row was older, and was changed; so do the others."""
+        values = {
+            "job_timestamp": row.timestamp,
+            "cluster_name": row.cluster,
+            "num_nodes": row.num_nodes,
+            "assigned_nodes": row.assigned_nodes,
+            "submitted_container_inst_ids": tuple(_short(arn) for arn in row.container_instances),
+            "submitted_ecs_task_ids": row.tasks,
+            "retry": str(row.retry),
+            "job_status": row.status.value,
+        }
+        return await self._write(self._tables.job, {"job_id": row.job_id}, row.seq, values)
+
+    async def task(self, row: TaskRow) -> bool:
+        family, _, revision = _short(row.task_definition).partition(":")
+        values = {
+            "node_name": row.node_name,
+            "node_index_in_job": row.node_index,
+            "job_id": row.job_id,
+            "job_timestamp": row.job_timestamp,
+            "job_num_nodes": row.job_num_nodes,
+            "task_def_arn": row.task_definition,
+            "task_def_name": family,
+            "task_def_revision": revision,
+            "cluster_name": row.cluster,
+            "container_inst_id": _short(row.container_instance),
+            "container_instance_arn": row.container_instance,
+            "retry": str(row.retry),
+            "task_status": row.status.value,
+        }
+        # Of one age, an end is newer than that it goes on: a task may outlive what its job has to say.
+        also = ("task_status", TaskStatus.IN_PROGRESS.value) if row.status is not TaskStatus.IN_PROGRESS else None
+        return await self._write(self._tables.task, {"ecs_task_id": row.task_id}, row.seq, values, also)
+
+    async def node(self, row: NodeRow) -> bool:
+        values: dict[str, object] = {"cluster_name": row.cluster, "node_status": row.status.value}
+        if row.container_instance is not None:
+            values |= {"container_instance_id": _short(row.container_instance), "container_instance_arn": row.container_instance}
+        if row.ip is not None:
+            values["ip"] = row.ip
+        return await self._write(self._tables.node, {"node_name": row.node_name}, row.seq, values)
+
+    async def _write(
+        self, table: str | None, key: Mapping[str, object], seq: int, values: Mapping[str, object], also: tuple[str, str] | None = None
+    ) -> bool:
+        if table is None:
+            return False
+        now = self._clock().isoformat()
+        # By number: `status` and others are words of DynamoDB's.
+        names = {f"#{index}": name for index, name in enumerate([*values, "updated_at", SEQ])}
+        given = {f":{index}": _value(value) for index, value in enumerate([*values.values(), now, seq])}
+        condition = "attribute_not_exists(#seq) OR #seq < :seq"
+        names |= {"#created": "created_at", "#seq": SEQ}
+        given |= {":now": _value(now), ":seq": _value(seq)}
+        if also is not None:
+            condition += " OR (#seq = :seq AND #also = :also)"
+            names["#also"], given[":also"] = also[0], _value(also[1])
+        sets = ", ".join(f"#{index} = :{index}" for index in range(len(values) + 2))
+        try:
+            await self._aws.call(
+                "dynamodb",
+                "UpdateItem",
+                TableName=table,
+                Key={name: _value(value) for name, value in key.items()},
+                UpdateExpression=f"SET {sets}, #created = if_not_exists(#created, :now)",
+                ConditionExpression=condition,
+                ExpressionAttributeNames=names,
+                ExpressionAttributeValues=given,
+            )
+        except AwsError as error:
+            if error.code == "ConditionalCheckFailedException":
+                return False
+            raise
+        return True
+
+
+class FleetMirror:
+    """What a fleet and its jobs know of themselves, as rows. It remembers which tasks it has not seen end."""
+
+    wants_jobs = True
+
+    def __init__(self, fleet: str, cluster: str, mirror: Mirror, places: Places, node: Callable[[str], FleetNode]) -> None:
+        """Prepare to write.
+
+        Args:
+            fleet: Its name.
+            cluster: Its cluster's name or ARN.
+            mirror: The tables.
+            places: What ECS says.
+            node: A node of the fleet by its name, as the backend knows it; KeyError: there is none.
+        """
+        self._fleet = fleet
+        self._cluster = _short(cluster)
+        self._mirror = mirror
+        self._places = places
+        self._node = node
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._going: dict[str, dict[str, tuple[str, str, TaskRow]]] = {}
+        """By job and task: where it was (ec2 id, startedBy), and what its row says."""
+        self._nodes: dict[str, tuple[object, ...]] = {}
+        self._all_nodes_at = -KNOWN_FOR
+
+    async def job(self, state: JobState, seq: int, terminated: bool) -> bool:
+        """Write a job and its tasks. Return False where a task of it goes on although the job has ended: look again.
+
+        Raises:
+            Unreachable: not all of it was written.
+        """
+        try:
+            return await self._job(state, seq, terminated)
+        except AwsError as error:
+            raise Unreachable(self._fleet, f"the tables were not written: {error.because}") from error
+
+    async def nodes(self, state: FleetState, seq: int) -> None:
+        """Write what has changed of the nodes.
+
+        Raises:
+            Unreachable: not all of it was written.
+        """
+        if time.monotonic() - self._all_nodes_at >= KNOWN_FOR:
+            self._nodes.clear()
+            self._all_nodes_at = time.monotonic()
+        used = {place.node for record in state.claims for place in record.places}
+        rows = []
+        for record in state.nodes:
+            node = self._known(record.name) or record.spec
+            row = NodeRow(record.name, seq, node_status(record, record.name in used), self._cluster, None, node.network)
+            if self._nodes.get(record.name) != (row.status, row.ip, node.address):
+                rows.append((row, node.address))
+        try:
+            await asyncio.gather(*(self._write_node(row, ec2_id) for row, ec2_id in rows))
+        except AwsError as error:
+            raise Unreachable(self._fleet, f"the tables were not written: {error.because}") from error
+
+    async def _write_node(self, row: NodeRow, ec2_id: str) -> None:
+        # Not one after the other: what is asked within a moment is one call.
+        try:
+            arn = (await self._places.instance(ec2_id, ARN_KNOWN_FOR)).arn
+        except LookupError:
+            arn = None
+        async with self._gate:
+            await self._mirror.node(replace(row, container_instance=arn))
+        self._nodes[row.node_name] = (row.status, row.ip, ec2_id)
+
+    async def _job(self, state: JobState, seq: int, terminated: bool) -> bool:
+        tokens = [state.token]
+        if state.name not in self._going and state.generation > 1:
+            # Another worker saw the generation before, and may have ended before it saw how that ended.
+            tokens.append(replace(state.token, generation=state.generation - 1))
+        found = [one for token in tokens for one in await self._tasks(state, seq, token)]
+        before = self._going.get(state.name, {})
+        newest = {row.task_id for _, _, row, _ in found}
+        found += await self._ended_since([one for task, one in before.items() if task not in newest], seq)
+        await asyncio.gather(*(self._write_task(row) for _, _, row, _ in found))
+        going = {row.task_id: (ec2_id, by, row) for ec2_id, by, row, _ in found if row.status is TaskStatus.IN_PROGRESS}
+        current = [(row, task) for _, by, row, task in found if task is not None and by == _name(state.token)]
+        ended = terminated or state.phase.is_final
+        if ended and not going:
+            self._going.pop(state.name, None)
+        else:
+            self._going[state.name] = going
+        await self._mirror.job(
+            JobRow(
+                job_id=state.name,
+                seq=seq,
+                status=job_status(state, terminated),
+                timestamp=state.submitted_at.isoformat(),
+                cluster=self._cluster,
+                num_nodes=state.gang_size,
+                assigned_nodes=tuple(slot.node for slot in state.slots),
+                container_instances=tuple(dict.fromkeys(task.instance_arn for _, task in current)),
+                tasks=tuple(row.task_id for row, _ in current),
+                retry=max(0, state.generation - 1),
+            )
+        )
+        return not (ended and going)
+
+    async def _tasks(self, state: JobState, seq: int, token: Token) -> list[tuple[str, str, TaskRow, Task | None]]:
+        """Of one generation, those that ECS knows, by the order of its nodes."""
+        by = _name(token)
+        if by is None or not token.generation:
+            return []
+
+        async def one(index: int, name: str) -> tuple[str, str, TaskRow, Task | None] | None:
+            node = self._known(name)
+            if node is None:
+                return None
+            task = await self._task(node.address, by)
+            if task is None:
+                return None
+            row = TaskRow(
+                task_id=task.short,
+                seq=seq,
+                status=_status(task),
+                node_name=name,
+                node_index=index,
+                job_id=state.name,
+                job_timestamp=state.submitted_at.isoformat(),
+                job_num_nodes=state.gang_size,
+                cluster=self._cluster,
+                container_instance=task.instance_arn,
+                task_definition=task.definition,
+                retry=max(0, token.generation - 1),
+            )
+            return node.address, by, row, task
+
+        looked = await asyncio.gather(*(one(index, slot.node) for index, slot in enumerate(state.slots)))
+        return [each for each in looked if each is not None]
+
+    async def _ended_since(self, going: list[tuple[str, str, TaskRow]], seq: int) -> list[tuple[str, str, TaskRow, Task | None]]:
+        """Look again at tasks of generations that are over, or on nodes that the job has left."""
+
+        async def one(ec2_id: str, by: str, row: TaskRow) -> tuple[str, str, TaskRow, Task | None]:
+            task = await self._task(ec2_id, by)
+            # ECS forgets a task an hour after its end: how that was nobody knows, and a job is launched anew only when its ranks are gone.
+            status = TaskStatus.TERMINATED if task is None else _status(task)
+            return ec2_id, by, replace(row, seq=seq, status=status), task
+
+        return list(await asyncio.gather(*(one(*each) for each in going)))
+
+    async def _task(self, ec2_id: str, by: str) -> Task | None:
+        try:
+            return await self._places.task_of(ec2_id, by)
+        except LookupError:
+            return None
+
+    async def _write_task(self, row: TaskRow) -> None:
+        async with self._gate:
+            await self._mirror.task(row)
+
+    def _known(self, name: str) -> FleetNode | None:
+        try:
+            return self._node(name)
+        except KeyError:
+            return None
+
+
+def _name(token: Token) -> str | None:
+    try:
+        return started_by(token)
+    except ValueError:  # such a job cannot be launched, so no task has it
+        return None
+
+
+def _status(task: Task) -> TaskStatus:
+    codes = [container.exit_code for container in task.containers]
+    # One that failed says more than those beside it: they were stopped because of it.
+    worst = next((code for code in codes if code), None if None in codes or not codes else 0)
+    return task_status(task.last_status, worst, is_ours(task.stopped_reason) or task.stop_code == "UserInitiated")
+
+
+def _short(arn: str) -> str:
+    """The last part of an ARN, or a name as it is."""
+    return arn.rpartition("/")[2]
+
+
+def _value(value: object) -> dict[str, Any]:
+    """As DynamoDB types it."""
+    if isinstance(value, int):
+        return {"N": str(value)}
+    if isinstance(value, tuple):
+        return {"L": [_value(one) for one in value]}
+    return {"S": str(value)}

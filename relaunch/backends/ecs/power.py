@@ -1,0 +1,129 @@
+"""Stops an EC2 instance and starts it again, one step a look, so that whoever comes next can go on. When that is done is not its matter.
+
+EC2's own state and launch time say how far it is: a worker that dies between two steps leaves nothing undone that the next one cannot see.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from relaunch.backends.ecs.aws import Aws, AwsError, Kind
+from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
+from relaunch.backends.ecs.reboots import Entry, Journal, Phase, launch
+
+FORCE_AFTER = 120.0
+"""Seconds. A driver that hangs keeps the system from shutting down; EC2's own patience lasts longer than most."""
+NO_CAPACITY = 75
+"""EX_TEMPFAIL of sysexits.h: it may go well later."""
+FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """It is not done."""
+
+    because: str
+    exit_code: int = 0
+    """Where it cannot go on by itself."""
+
+
+class PowerCycle:
+    def __init__(self, cluster: Cluster, aws: Aws, now: Callable[[], float] = time.time) -> None:
+        self._cluster = cluster
+        self._aws = aws
+        self._now = now
+
+    async def step(self, journal: Journal, entry: Entry) -> Waiting | None:
+        """Do the next thing; None: it has been stopped, runs again, and its agent is connected.
+
+        Raises:
+            AwsError: a look was not answered, or something else than an order was not.
+        """
+        machine = await self._cluster.machine(journal.ec2_id)
+        match machine.state:
+            case "running" if launch(machine.launched_at) == entry.before:
+                return await self._stop(journal, entry)
+            case "running":
+                return await self._back(journal, entry)
+            case "stopping":
+                return await self._stopping(journal, entry)
+            case "stopped":
+                return await self._start(journal, entry)
+            case "pending":
+                return Waiting("EC2 starts it")
+            case state:
+                await journal.write(entry.moved(Phase.DONE))
+                return Waiting(f"EC2 says that it is {state or 'unknown'}", FAILED)
+
+    async def _stop(self, journal: Journal, entry: Entry) -> Waiting:
+        group, state = await self._group(journal.ec2_id)
+        if state == "InService":
+            # An Auto Scaling group ends an instance that was stopped, and starts another.
+            entry = await journal.write(replace(entry, standby=True))
+            request = {"AutoScalingGroupName": group, "ShouldDecrementDesiredCapacity": True}
+            try:
+                await self._aws.call("autoscaling", "EnterStandby", InstanceIds=[journal.ec2_id], **request)
+            except AwsError as error:
+                return await self._given_up(journal, replace(entry, standby=False), error)
+        if state not in ("", "Standby"):
+            return Waiting(f"its Auto Scaling group {group} has it {state}; it is stopped when that says Standby")
+        try:
+            await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id])
+        except AwsError as error:
+            return await self._given_up(journal, entry, error)
+        if not entry.sent:
+            await journal.write(replace(entry, phase=Phase.SENT, sent=True))
+        return Waiting("EC2 was told to stop it")
+
+    async def _given_up(self, journal: Journal, entry: Entry, error: AwsError) -> Waiting:
+        if error.kind not in (Kind.REFUSED, Kind.DENIED):
+            return Waiting(error.because)
+        await self._leave_standby(journal, entry)
+        await journal.write(entry.moved(Phase.DONE))
+        return Waiting(f"it was not stopped: {error.because}", FAILED)
+
+    async def _stopping(self, journal: Journal, entry: Entry) -> Waiting:
+        since = self._now() - entry.at
+        if since < FORCE_AFTER or entry.forced:
+            return Waiting(f"EC2 has been stopping it for {since:.0f} s{' by force' if entry.forced else ''}")
+        await journal.write(replace(entry, forced=True))
+        await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id], Force=True)
+        return Waiting(f"it did not stop within {FORCE_AFTER:.0f} s, and EC2 was told to stop it by force")
+
+    async def _start(self, journal: Journal, entry: Entry) -> Waiting:
+        try:
+            await self._aws.call("ec2", "StartInstances", InstanceIds=[journal.ec2_id])
+        except AwsError as error:
+            if error.code.startswith("Insufficient"):
+                return Waiting(f"it is stopped, and EC2 cannot start it: {error.because}", NO_CAPACITY)
+            if error.kind in (Kind.REFUSED, Kind.DENIED) and error.code != "IncorrectInstanceState":
+                return Waiting(f"it is stopped, and was not started: {error.because}", FAILED)
+            return Waiting(error.because)
+        return Waiting("EC2 was told to start it")
+
+    async def _back(self, journal: Journal, entry: Entry) -> Waiting | None:
+        try:
+            instance = await self._cluster.instance(journal.ec2_id)
+        except UnknownInstance as error:
+            return Waiting(f"it runs, and {error.because} yet")
+        if not instance.agent_connected:
+            return Waiting("it runs, and its ECS agent is not connected yet")
+        await self._leave_standby(journal, entry)
+        await journal.write(entry.moved(Phase.DONE))
+        return None
+
+    async def _leave_standby(self, journal: Journal, entry: Entry) -> None:
+        if not entry.standby:
+            return
+        group, state = await self._group(journal.ec2_id)
+        if state == "Standby":
+            await self._aws.call("autoscaling", "ExitStandby", InstanceIds=[journal.ec2_id], AutoScalingGroupName=group)
+
+    async def _group(self, ec2_id: str) -> tuple[str, str]:
+        """Its Auto Scaling group and what it is there; empty: it is in none."""
+        answer = await self._aws.call("autoscaling", "DescribeAutoScalingInstances", InstanceIds=[ec2_id])
+        for one in answer.get("AutoScalingInstances") or ():
+            return str(one.get("AutoScalingGroupName") or ""), str(one.get("LifecycleState") or "")
+        return "", ""

@@ -1,0 +1,66 @@
+"""Where the output of ranks is, and what they printed last: CloudWatch Logs keeps it, if their task definition says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from relaunch.backends.ecs.aws import AwsError
+from relaunch.backends.ecs.cluster import Cluster
+from relaunch.backends.ecs.tasks import Task
+
+TAIL_LINES, TAIL_BYTES = 40, 8192
+"""As an agent sends."""
+DELIVERED_WITHIN = 3.0
+"""Seconds for the last lines of a rank to arrive: its log driver sends what it has when the container ends, and the relaunch waits."""
+LOOK_AGAIN = 0.5
+
+
+class RankLogs:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def where(self, task: Task) -> tuple[str, str] | None:
+        """Return the log group and stream of a rank; None: its output is not in CloudWatch Logs.
+
+        Raises:
+            AwsError: nobody could be asked.
+        """
+        if not task.definition or not task.trainer:
+            return None
+        log = (await self._cluster.definition(task.definition)).logs.get(task.trainer)
+        return None if log is None else (log.group, log.stream(task.trainer, task.short))
+
+    async def tail(self, task: Task) -> list[str]:
+        """Return the last lines of a rank that has ended; none where they cannot be had: its exit code is told without them."""
+        until = time.monotonic() + DELIVERED_WITHIN
+        try:
+            where = await self.where(task)
+            lines: list[str] = []
+            while where is not None and not lines:
+                lines = await self._newest(*where)
+                if time.monotonic() >= until:
+                    break
+                await asyncio.sleep(0.0 if lines else LOOK_AGAIN)
+        except AwsError:
+            return []
+        return lines
+
+    async def _newest(self, group: str, stream: str) -> list[str]:
+        try:
+            answer = await self._cluster.aws.call(
+                "logs", "GetLogEvents", logGroupName=group, logStreamName=stream, limit=TAIL_LINES, startFromHead=False
+            )
+        except AwsError as error:
+            if error.code == "ResourceNotFoundException":
+                return []  # the driver makes the stream with the first line
+            raise
+        told: list[str] = []
+        left = TAIL_BYTES
+        for event in reversed(answer.get("events") or ()):
+            message = str(event.get("message") or "")
+            left -= len(message.encode())
+            if left < 0:
+                break
+            told.append(message.rstrip("\n"))
+        return told[::-1]

@@ -1,0 +1,244 @@
+"""The orders that act on a container instance: reboot it, stop and start it; and what of them is unfinished.
+
+RebootInstances has no idempotency: whatever is ordered is written to the instance's tags before, so that no worker orders it twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from relaunch.backends.base import Refused, Unreachable
+from relaunch.backends.ecs.aws import Aws, AwsError, Kind
+from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
+from relaunch.backends.ecs.occupants import names, occupants
+from relaunch.backends.ecs.power import NO_CAPACITY, PowerCycle
+from relaunch.backends.ecs.reboots import Entry, Journal, Phase, Way, launch
+from relaunch.backends.ecs.tasks import Instance
+from relaunch.spec.fleet import EcsOptions
+
+HARD_RESET = 300.0
+"""Seconds. EC2 queues a reboot, and resets an instance by force that does not shut down within a few minutes: it has happened by then."""
+BEGUN_WITHIN = 60.0
+"""Seconds from the intent until its worker has drained the instance, or is gone: each of the calls between ends within thirteen."""
+RETIRED = ("instance-retirement", "instance-stop")
+"""Events that EC2 schedules for hardware that it gives up: a reboot stays on it, a stop and start leaves it."""
+LOST_BY_A_STOP = "stopped and started by EC2, on other hardware; what was on instance store volumes is lost"
+
+
+class Repairs:
+    def __init__(self, cluster: Cluster, aws: Aws, options: EcsOptions, *, look: float = 2.0, now: Callable[[], float] = time.time) -> None:
+        self._cluster = cluster
+        self._aws = aws
+        self._options = options
+        self._look = look
+        self._now = now
+        self._power = PowerCycle(cluster, aws, now)
+
+    # --- reboot
+
+    async def reboot(
+        self, node: str, ec2_id: str, id: str, boot_id: str, because: str, probe: Callable[[], Awaitable[Mapping[str, Any]]]
+    ) -> Mapping[str, Any] | Refused:
+        """Tell EC2 to reboot it, if it still runs this boot and nothing runs there. Another boot id afterwards is the only proof."""
+        if self._options.node_task is None:
+            why = "nothing on it could tell a boot id, which alone proves a reboot: set ecs.node_task in the fleet file"
+            return Refused(node, "cannot_reboot", why)
+        with _asking(node):
+            journal = await Journal.of(self._aws, ec2_id)
+            going = journal.unfinished(Way.REBOOT)
+            if going is not None and going.id != id and self._age(going) < HARD_RESET:
+                return Refused(node, "held", f"it is being rebooted (reboot, {going.id})")
+            mine = journal.of_repair(Way.REBOOT, id)
+            if mine is not None and (mine.sent or not mine.over) and self._age(mine) < HARD_RESET:
+                return {"outcome": "done", "boot_id": mine.before, "already": True}
+            instance = await self._cluster.instance(ec2_id)
+            if instance.status != "ACTIVE" and going is None:
+                return Refused(node, "held", f"its container instance is {instance.status}, which relaunch did not make it")
+            facts = await probe()
+            if refused := _unlike(node, boot_id, facts) or await self._cannot(node, ec2_id):
+                return refused
+            journal = await Journal.of(self._aws, ec2_id)  # the probe may have finished what was unfinished
+            return await self._ordered(node, journal, Entry(Way.REBOOT, id, self._now(), boot_id))
+
+    async def _ordered(self, node: str, journal: Journal, entry: Entry) -> Mapping[str, Any] | Refused:
+        instance = await self._cluster.instance(journal.ec2_id)
+        await journal.write(entry)
+        await self._set_state(instance, "DRAINING")
+        # From here on ECS places nothing there: what is there now is all that can be lost.
+        if on_it := _busy(await self._cluster.tasks_on(journal.ec2_id)):
+            await self._undo(journal, entry, instance)
+            return Refused(node, "busy", on_it)
+        try:
+            await self._aws.call("ec2", "RebootInstances", InstanceIds=[journal.ec2_id])
+        except AwsError as error:
+            if error.kind is Kind.UNAVAILABLE:  # it may reboot: as long as that is so, nobody orders it again
+                raise
+            await self._undo(journal, entry, instance)
+            if error.kind is Kind.THROTTLED:
+                raise
+            return Refused(node, "cannot_reboot", error.because)
+        await journal.write(entry.moved(Phase.SENT))
+        return {"outcome": "done", "boot_id": entry.before}
+
+    async def _undo(self, journal: Journal, entry: Entry, instance: Instance) -> None:
+        await self._set_state(instance, "ACTIVE")
+        await journal.withdraw(entry)
+
+    async def _set_state(self, instance: Instance, status: str) -> None:
+        request = {"cluster": self._cluster.name, "containerInstances": [instance.arn]}
+        await self._aws.call("ecs", "UpdateContainerInstancesState", status=status, **request)
+
+    async def _cannot(self, node: str, ec2_id: str) -> Refused | None:
+        """Whether a reboot would leave it on hardware that EC2 itself calls broken."""
+        answer = await self._aws.call("ec2", "DescribeInstanceStatus", InstanceIds=[ec2_id], IncludeAllInstances=True)
+        for one in answer.get("InstanceStatuses") or ():
+            if (one.get("SystemStatus") or {}).get("Status") == "impaired":
+                return Refused(node, "cannot_reboot", "EC2 says that the system below it is impaired: it needs other hardware")
+            for event in one.get("Events") or ():
+                if event.get("Code") in RETIRED and not str(event.get("Description") or "").startswith("[Completed]"):
+                    return Refused(node, "cannot_reboot", f"EC2 has scheduled its {event['Code']}: it needs other hardware")
+        return None
+
+    # --- what is unfinished
+
+    async def settle(self, node: str, ec2_id: str, within: float) -> Journal:
+        """Finish what was ordered, and wait for it.
+
+        Raises:
+            Unreachable: it is not back yet.
+        """
+        until = time.monotonic() + within
+        with _asking(node):
+            journal = await Journal.of(self._aws, ec2_id)
+            while because := await self._unfinished(journal):
+                if time.monotonic() + self._look >= until:
+                    raise Unreachable(node, because)
+                await asyncio.sleep(self._look)
+        return journal
+
+    async def _unfinished(self, journal: Journal) -> str:
+        """Why the instance is not to be asked yet; empty: it is."""
+        cycle = journal.unfinished(Way.POWER)
+        if cycle is not None:
+            waiting = await self._power.step(journal, cycle)
+            if waiting is not None:
+                return f"its power is being cycled: {waiting.because}"
+            if (reboot := journal.unfinished(Way.REBOOT)) is not None:
+                await journal.write(reboot.moved(Phase.DOWN))  # it was without power since
+        reboot = journal.unfinished(Way.REBOOT)
+        return "" if reboot is None else await self._not_back(journal, reboot)
+
+    async def _not_back(self, journal: Journal, entry: Entry) -> str:
+        instance = await self._cluster.instance(journal.ec2_id)
+        age = self._age(entry)
+        if not instance.agent_connected:
+            if entry.phase is not Phase.DOWN and instance.status == "DRAINING":
+                await journal.write(entry.moved(Phase.DOWN))
+            return f"it was told to reboot {age:.0f} s ago, and its ECS agent has not come back"
+        if entry.phase is Phase.INTENT and instance.status == "ACTIVE":
+            if age < BEGUN_WITHIN:
+                return f"it is about to be told to reboot, since {age:.0f} s"
+            await journal.withdraw(entry)  # it is drained before it is ordered: whoever wrote this did neither
+            return ""
+        # An agent stays connected for a while after the order, and a short absence may have been missed.
+        if entry.phase is not Phase.DOWN and age < HARD_RESET:
+            return f"it was told to reboot {age:.0f} s ago, and has not gone down"
+        if instance.status == "DRAINING":
+            await self._set_state(instance, "ACTIVE")
+        await journal.write(entry.moved(Phase.DONE))
+        return ""
+
+    def _age(self, entry: Entry) -> float:
+        return max(0.0, self._now() - entry.at)
+
+    # --- power
+
+    async def cycle_power(self, node: str, ec2_id: str, id: str, within: float) -> Mapping[str, Any]:
+        """Have EC2 stop it and start it, as far as that goes in this time; every later look at the node goes on with it.
+
+        Raises:
+            Unreachable: it is under way.
+        """
+        began = time.monotonic()
+
+        def ended(exit_code: int, output: str) -> Mapping[str, Any]:
+            told = {"program": "EC2 stop and start", "exit_code": exit_code, "output": output}
+            return {"outcome": "done", **told, "took": time.monotonic() - began}
+
+        with _asking(node):
+            try:
+                journal, entry = await self._cycle(ec2_id, id)
+            except AwsError as error:
+                if error.kind in (Kind.THROTTLED, Kind.UNAVAILABLE):
+                    raise
+                return ended(1, f"it was not stopped: {error.because}")
+            while entry is not None:
+                waiting = await self._power.step(journal, entry)
+                if waiting is None:
+                    break
+                over = time.monotonic() - began + self._look >= within
+                if waiting.exit_code and (over or waiting.exit_code != NO_CAPACITY):
+                    return ended(waiting.exit_code, waiting.because)
+                if over:
+                    raise Unreachable(node, f"its power is being cycled: {waiting.because}")
+                await asyncio.sleep(self._look)
+                entry = journal.unfinished(Way.POWER)
+        return ended(0, LOST_BY_A_STOP)
+
+    async def _cycle(self, ec2_id: str, id: str) -> tuple[Journal, Entry | None]:
+        """The cycle that is to be gone on with; None: this repair's has happened."""
+        journal = await Journal.of(self._aws, ec2_id)
+        if (going := journal.unfinished(Way.POWER)) is not None:
+            return journal, going
+        now = launch((await self._cluster.machine(ec2_id)).launched_at)
+        mine = journal.of_repair(Way.POWER, id)
+        if mine is not None and mine.before != now:
+            return journal, None
+        return journal, await journal.write(Entry(Way.POWER, id, self._now(), now))
+
+    # --- the rest
+
+    def reset_gpus(self, node: str) -> Refused:
+        because = "GPUs of an ECS instance are not reset by relaunch: ECS and its GPU runtime hold them open; reboot it instead"
+        return Refused(node, "cannot_reset", because)
+
+
+def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refused | None:
+    """Why what a probe says is against a reboot."""
+    present = str(facts.get("boot_id") or "")
+    if present != boot_id:
+        because = f"this node runs boot {present or 'unknown'}; the order was decided on boot {boot_id}"
+        return Refused(node, "boot_changed", because, boot_id=present)
+    using = [*(facts.get("jobs") or ()), *filter(None, [facts.get("held")])]
+    if using:
+        return Refused(node, "busy", f"{', '.join(names(one) for one in using[:8])} runs on this node")
+    gpus = facts.get("gpus")
+    rows = gpus.get("gpus") or () if isinstance(gpus, Mapping) else ()
+    pids = [f"pid {one.get('pid')} uses GPU {row.get('bus_id')}" for row in rows for one in _processes(row)]
+    return Refused(node, "busy", ", ".join(pids[:8])) if pids else None
+
+
+def _processes(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    listed = row.get("processes")
+    return listed if isinstance(listed, list) else []
+
+
+def _busy(tasks: Any) -> str:
+    found = occupants(tasks)
+    using = [*found.jobs, *filter(None, [found.held])]
+    return f"{', '.join(names(one) for one in using[:8])} runs on this node" if using else ""
+
+
+@contextmanager
+def _asking(node: str) -> Iterator[None]:
+    """Nothing that AWS says of itself is news about a node."""
+    try:
+        yield
+    except (AwsError, UnknownInstance) as error:
+        raise Unreachable(node, error.because) from error
+    except TimeoutError as error:
+        raise Unreachable(node, "EC2 does not show what was written to its tags: nothing was ordered") from error

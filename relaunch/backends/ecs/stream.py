@@ -1,0 +1,230 @@
+"""Tells of a task that is a rank in the words of an agent's `watch`: docs/reference/agent-protocol.md. Silence of AWS is no news."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from relaunch.backends.base import Unreachable
+from relaunch.backends.ecs.aws import AwsError
+from relaunch.backends.ecs.cluster import GONE, Cluster
+from relaunch.backends.ecs.container import Feed
+from relaunch.backends.ecs.follow import Followed
+from relaunch.backends.ecs.tasks import Task, is_ours
+from relaunch.generation import Token
+
+AGENT_FLAPS = 30.0
+"""Seconds that an instance's agent may be away: ECS closes its connection several times an hour, and it comes back within seconds."""
+STALE_POLLS = 3
+"""Looks that may fail before a watch counts as broken."""
+FRESH_POLLS = 1.5
+"""Looks after which what was seen says nothing about now."""
+USER = "UserInitiated"
+BY_ITSELF = ("EssentialContainerExited", None)
+"""Stop codes of a task that was not made to end: only then is exit code 0 a success."""
+SETTLES = 5.0
+"""Seconds after which a task that was run must be there for whoever asks: ECS is eventually consistent. AWS gives no number; its own tools
+wait from two seconds upwards."""
+LOOK_AGAIN = 0.5
+ECS_SEQ = 1_000_000
+"""Number of the first observation that ECS makes: above all that an agent in the container may have told before."""
+NO_KERNEL_LOG = "ECS does not tell what the kernel of a node said"
+
+Line = Mapping[str, Any]
+Tail = Callable[[Task], Awaitable[list[str]]]
+"""Reads what a rank printed last."""
+
+
+class TaskStream:
+    """One watch of one rank."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        followed: Followed,
+        node: str,
+        ec2_id: str,
+        token: Token,
+        after_seq: int,
+        heartbeat: float,
+        tail: Tail,
+        settles: float,
+        feed: Feed,
+    ) -> None:
+        """`feed`: what the agent in the task says, where it has one."""
+        self._feed = feed
+        self._cluster = cluster
+        self._followed = followed
+        self._node = node
+        self._ec2_id = ec2_id
+        self._token = token
+        self._after_seq = after_seq
+        self._heartbeat = heartbeat
+        self._tail = tail
+        self._settles = settles
+        self._opened = time.monotonic()
+        self._unregistered: float | None = None
+        self._machine: tuple[float | None, str | None] = (None, None)
+        """When the task was looked at last, and what EC2 then said of its machine."""
+
+    async def lines(self) -> AsyncIterator[Line]:
+        followed, greeted, due = self._followed, False, 0.0
+        while True:
+            seen = followed.looked_at if followed.looked_at is not None else self._opened
+            stale_at = wake = seen + STALE_POLLS * self._cluster.poll
+            if self._feed.speaks:
+                # A rank that is heard lives, whatever AWS does.
+                wake = max(wake, time.monotonic() + self._heartbeat)
+            elif time.monotonic() >= stale_at:
+                raise Unreachable(self._node, followed.failing.because if followed.failing else "AWS does not answer")
+            if followed.missing and followed.task is None and time.monotonic() - self._opened < self._settles:
+                wake = time.monotonic() + LOOK_AGAIN
+                self._cluster.hint(followed.arn)
+            elif followed.looked_at is not None:
+                if followed.task is not None:
+                    self._feed.begin(followed.task)
+                ends = await self._ends()
+                if not ends and not self._feed.speaks:
+                    self._check_agent()
+                if not greeted:
+                    yield {"hello": self._hello()}
+                    greeted = True
+                if ends:
+                    await self._feed.finish()
+                while (line := self._feed.next()) is not None:
+                    yield line
+                    if "end" in line:
+                        return
+                for seq, end in enumerate(ends, ECS_SEQ):
+                    if self._after_seq < seq:
+                        yield {"observation": {"seq": seq, "at": time.time(), "stamp": time.monotonic(), **end}}
+                if ends:
+                    yield {"end": {}}
+                    return
+                if (waits := self._feed.waits_until) is not None:
+                    wake = min(wake, waits)
+                elif not self._feed.connected and time.monotonic() - seen <= FRESH_POLLS * self._cluster.poll:
+                    if time.monotonic() >= due:
+                        due = time.monotonic() + self._heartbeat
+                        yield {"heartbeat": self._beat()}
+                    wake = min(wake, due)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, wake - time.monotonic())):
+                    await followed.changed()
+
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        """A task holds no lease."""
+
+    def _hello(self) -> Line:
+        task = self._followed.task
+        ended = task is None or task.stopped
+        state = "ended" if ended else "running" if task is not None and task.last_status == "RUNNING" else "prepared"
+        ranks = [] if task is None else list(task.ranks)
+        token = self._token
+        named = {"namespace": token.namespace, "job": token.job, "submission": token.submission, "generation": token.generation}
+        return {"token": named, "boot_id": "", "state": state, "ranks": ranks, "stamp": time.monotonic()}
+
+    def _beat(self) -> Line:
+        task = self._followed.task
+        alive = list(task.ranks) if task is not None and task.last_status == "RUNNING" else []
+        return {"stamp": time.monotonic(), "alive": alive, "lease_left": None, "progress": {}}
+
+    async def _ends(self) -> list[Line]:
+        """Say how it ended, if it has: of a failure its first rank, for ECS does not know which of several failed; else all of them."""
+        followed = self._followed
+        if followed.missing:
+            return [vanished(f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how")]
+        task = followed.task
+        if task is None:
+            return []
+        if task.stopped:
+            end = ending(task)
+            if end["kind"] == "RankExited" and end["exit_code"] == 0:
+                return [{**end, "rank": rank, "local_rank": number} for number, rank in enumerate(task.ranks or (0,))]
+            failed = end["kind"] == "RankExited" and not end["stopped"]
+            return [{**end, "log_tail": await self._tail(task)} if failed and self._after_seq < ECS_SEQ else end]
+        state = await self._state()
+        if state is not None and (state in GONE or not state):
+            return [vanished(f"{self._ec2_id} is {state or 'not known to EC2 any more'}: the task that ran there has gone with it")]
+        return []
+
+    async def _state(self) -> str | None:
+        """What EC2 says of a machine whose agent is not connected; None: it is, or EC2 did not answer."""
+        instance = self._followed.instance
+        if instance is not None and instance.agent_connected:
+            return None
+        if self._machine[0] != self._followed.looked_at:
+            try:
+                self._machine = self._followed.looked_at, await self._cluster.ec2_state(self._ec2_id)
+            except AwsError:
+                # It is asked again at the next look; until then the machine is as silent as its agent.
+                self._machine = self._followed.looked_at, None
+        return self._machine[1]
+
+    def _check_agent(self) -> None:
+        instance = self._followed.instance
+        if instance is not None:
+            self._unregistered = None
+            if (silent := self._cluster.silent_for(instance.arn)) > AGENT_FLAPS:
+                raise Unreachable(self._node, f"the ECS agent of {self._ec2_id} has not been connected for {silent:.0f} s")
+            return
+        self._unregistered = self._unregistered if self._unregistered is not None else time.monotonic()
+        if time.monotonic() - self._unregistered > AGENT_FLAPS:
+            raise Unreachable(self._node, f"{self._ec2_id} is registered no more with ECS cluster {self._cluster.name}, and runs")
+
+
+class EndedStream:
+    """One watch of a rank that ECS does not know."""
+
+    def __init__(self, token: Token, after_seq: int, because: str) -> None:
+        self._token = token
+        self._after_seq = after_seq
+        self._because = because
+
+    async def lines(self) -> AsyncIterator[Line]:
+        if self._after_seq < ECS_SEQ:
+            yield {"observation": {"seq": ECS_SEQ, "at": time.time(), "stamp": time.monotonic(), **vanished(self._because)}}
+        yield {"end": {}}
+
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        """A task holds no lease."""
+
+
+def ending(task: Task) -> dict[str, Any]:
+    """Say how a task ended, as an observation without its number."""
+    ours = is_ours(task.stopped_reason)
+    if task.stop_code == USER and not ours and not task.stopped_reason.startswith("Host EC2"):
+        said = f": {task.stopped_reason}" if task.stopped_reason else ""
+        return {"kind": "StoppedByUser", "because": f"task {task.short} of rank {task.rank} was stopped by a user{said}", "by": "ECS"}
+    trainer = next((one for one in task.containers if one.name == task.trainer), None)
+    code = trainer.exit_code if trainer is not None else None
+    if code == 0 and task.stop_code not in BY_ITSELF:
+        code = None
+    failed = code != 0 and not ours
+    reasons = (task.stopped_reason, *(one.reason for one in task.containers))
+    return {
+        "kind": "RankExited",
+        "rank": task.rank if task.rank is not None else 0,
+        "local_rank": 0,
+        "pid": None,
+        "exit_code": code,
+        "signal": None,
+        "stopped": ours,
+        "error": None,
+        "log_tail": [],
+        "kernel": [],
+        "kernel_unreadable": NO_KERNEL_LOG if failed else None,
+        "ecs": {"stop_code": task.stop_code, "reason": "; ".join(dict.fromkeys(reason for reason in reasons if reason))},
+    }
+
+
+def vanished(because: str) -> dict[str, Any]:
+    return {"kind": "RanksVanished", "because": because, "rebooted": False, "kernel": [], "kernel_unreadable": NO_KERNEL_LOG}
+
+
+def short(arn: str) -> str:
+    """A task's id, without account and cluster."""
+    return arn.rpartition("/")[2]

@@ -1,0 +1,222 @@
+"""One open session with an agent: sends orders into it and gives each line that comes to whoever waits for its id.
+
+Trusts nothing that comes: what is not the protocol, or comes faster than it is taken, ends the session with one sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from relaunch.backends.answers import MAX_VALUES, has_too_many_values
+from relaunch.backends.base import Unreachable
+from relaunch.backends.pipe import LINE_LIMIT, Pipe
+
+WAITING_LIMIT = 4 * LINE_LIMIT
+"""Bytes of lines that came and that nobody has taken. The longest answers come alone; a watch takes its lines in microseconds."""
+BURST = 64
+"""Lines that are taken in one go, before others get their turn."""
+MAX_LINES_PER_SECOND = 2000
+MAX_BYTES_PER_SECOND = 4 * LINE_LIMIT
+"""A node that says more waits: others are served by the same loop. A watch says a line a second, a log some MiB."""
+IN_VAIN = 10_000
+"""Lines in a row for commands that are over. A watch that was closed has a few on the way."""
+PARTING = 2.0
+"""Seconds for a session to end when it was told to."""
+ENDING = 0.2
+"""Seconds for one whose output has ended to end by itself."""
+
+
+class Inbox:
+    """The lines of one command that were not taken yet."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[Mapping[str, Any], int]] = deque()
+        self._ended = False
+        self._news = asyncio.Event()
+        self.bytes = 0
+
+    def put(self, message: Mapping[str, Any], size: int) -> None:
+        self._lines.append((message, size))
+        self.bytes += size
+        self._news.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._news.set()
+
+    async def get(self) -> Mapping[str, Any] | None:
+        """Return the next line, or None when no more can come."""
+        while not self._lines:
+            if self._ended:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        message, size = self._lines.popleft()
+        self.bytes -= size
+        return message
+
+
+class Link:
+    def __init__(self, node: str, pipe: Pipe, within: float, silence_breaks: bool) -> None:
+        self._node = node
+        self._pipe = pipe
+        self._within = within
+        self._silence_breaks = silence_breaks
+        self._ids = itertools.count(1)
+        self._newest = 0
+        self._inboxes: dict[int, Inbox] | None = {}
+        """Who waits for what; None: it has ended."""
+        self._because: str | None = None
+        """Why it was broken off, where that was done here."""
+        self._heard_at = 0.0
+        self._in_vain = 0
+        self._reader = asyncio.create_task(self._read(self._inboxes), name=f"session {node}")
+
+    @property
+    def alive(self) -> bool:
+        return self._inboxes is not None and self._because is None and self._pipe.ended is None
+
+    @property
+    def because(self) -> str:
+        """Why it has ended."""
+        return self._because or self._pipe.ended or "the session has ended"
+
+    def begin(self) -> tuple[int, Inbox]:
+        """Return a number for a command, and where its lines will be.
+
+        Raises:
+            Unreachable: it has ended.
+        """
+        if self._inboxes is None or not self.alive:
+            raise Unreachable(self._node, self.because)
+        self._newest = next(self._ids)
+        inbox = self._inboxes[self._newest] = Inbox()
+        return self._newest, inbox
+
+    def over(self, number: int) -> None:
+        """Nobody waits for this command any more."""
+        if self._inboxes is not None:
+            self._inboxes.pop(number, None)
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        """Raises Unreachable: it has ended, or does not take the message."""
+        if not self.alive:
+            raise Unreachable(self._node, self.because)
+        try:
+            async with asyncio.timeout(self._within):
+                await self._pipe.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        except TimeoutError:
+            self.break_off(f"the node takes no orders since {self._within:g} s")
+            raise Unreachable(self._node, self.because) from None
+        except ConnectionError as error:
+            raise Unreachable(self._node, f"the session broke: {error}") from error
+
+    async def receive(self, inbox: Inbox, within: float, doing: str) -> Mapping[str, Any]:
+        began = asyncio.get_running_loop().time()
+        try:
+            # Not `wait_for`: until Python 3.12 it swallows a cancel that comes together with a message.
+            async with asyncio.timeout(within):
+                message = await inbox.get()
+        except TimeoutError:
+            because = f"no answer to {doing} within {within:g} s"
+            if self._silence_breaks and self._heard_at < began:
+                # What is on its way over this connection may come after minutes; another one may get through at once.
+                self.break_off(because)
+            raise Unreachable(self._node, because) from None
+        if message is None:
+            raise Unreachable(self._node, f"{self.because} (during {doing})")
+        return message
+
+    def break_off(self, because: str) -> None:
+        if self._because is None:
+            self._because = because
+        self._pipe.kill()
+
+    async def close(self) -> None:
+        """End the session; nothing on the node ends with it."""
+        self._because = self._because or "the session was closed"
+        self._pipe.end()
+        await end(self._pipe, PARTING)
+        await self._reader
+
+    async def _read(self, inboxes: dict[int, Inbox]) -> None:
+        clock = asyncio.get_running_loop().time
+        since, lines, size = clock(), 0, 0
+        try:
+            for number in itertools.count(1):
+                line = await self._pipe.readline()
+                if not line:
+                    break
+                self._heard_at = now = clock()
+                if (because := self._take(line, inboxes)) is not None:
+                    self.break_off(because)
+                    break
+                if now - since >= 1.0:
+                    since, lines, size = now, 0, 0
+                lines, size = lines + 1, size + len(line)
+                if lines > MAX_LINES_PER_SECOND or size > MAX_BYTES_PER_SECOND:
+                    await asyncio.sleep(since + 1.0 - now)
+                elif number % BURST == 0:
+                    await asyncio.sleep(0)
+        except ValueError:
+            self.break_off(f"the agent said a line of more than {LINE_LIMIT} bytes")
+        except asyncio.CancelledError:
+            self._pipe.kill()
+            raise
+        finally:
+            # From here on nobody sends an order into it: its process may be gone before that is known of its exit code.
+            self._inboxes = None
+            for inbox in inboxes.values():
+                inbox.end()
+            await self._pipe.wait()
+
+    def _take(self, line: bytes, inboxes: dict[int, Inbox]) -> str | None:
+        """Give a line to whoever waits for it; return why nothing more of what comes can be trusted."""
+        if has_too_many_values(line):
+            return f"the agent said a line of more than {MAX_VALUES} values"
+        try:
+            message = json.loads(line)
+            number = message["id"]
+            known = type(number) is int and 0 < number <= self._newest
+        except (ValueError, KeyError, TypeError, RecursionError):
+            # A torn line, whose writer was killed, or no agent at all.
+            return f"the agent said {line[:120]!r}, expected a JSON object with an id"
+        if not known:
+            return f"the agent answered order {str(number)[:40]!r}, which nobody gave"
+        if (inbox := inboxes.get(number)) is None:
+            self._in_vain += 1
+            return f"the agent said {IN_VAIN} lines that nobody waits for" if self._in_vain > IN_VAIN else None
+        self._in_vain = 0
+        if b"\\ud" in line or b"\\uD" in line:
+            message = _writable(message)
+        inbox.put(message, len(line))
+        if sum(each.bytes for each in inboxes.values()) > WAITING_LIMIT:
+            return f"the agent said more than {WAITING_LIMIT} bytes that nobody has taken yet"
+        return None
+
+
+def _writable(value: Any) -> Any:
+    """Replace halves of surrogate pairs, which stand for bytes that are no text: JSON can say them, and nothing can store them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_writable(one) for one in value]
+    if isinstance(value, dict):
+        return {_writable(key): _writable(one) for key, one in value.items()}
+    return value
+
+
+async def end(pipe: Pipe, within: float = ENDING) -> None:
+    """Give it so long to end, then kill it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within):
+            await pipe.wait()
+            return
+    pipe.kill()
+    await pipe.wait()

@@ -1,0 +1,116 @@
+"""Nodes on this machine: each is a state folder, an address on loopback and a name. For laptops, tests and the demo.
+
+They share a kernel and a network, so a cut, a freeze or a reboot of one of them is made by `cut`, `heal` and `reboot` here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from relaunch.backends import local_power
+from relaunch.backends.base import PROTOCOL
+from relaunch.backends.local_power import processes_of, reboot, signal_all
+from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
+from relaunch.backends.session import ANSWER_WITHIN
+from relaunch.backends.sessions import SessionBackend
+from relaunch.spec.fleet import FleetSpec
+
+__all__ = ["CUTS", "KERNEL_LOG", "LIBRARIES", "PROGRAMS", "LocalBackend", "cut", "heal", "reboot"]
+
+CUTS = ("controller-in", "controller-out", "peers")
+CUT = "cut"
+"""In a node's folder, while it is cut off: which of `CUTS`, a line each."""
+
+KERNEL_LOG = "kernel.log"
+"""In a node's folder: where it is there, the node takes it for its kernel's log. All nodes of one machine have one kernel, and its log
+cannot say which of them it means."""
+
+
+PROGRAMS, LIBRARIES = "bin", "lib"
+"""In a node's folder: where they are there, the node finds its tools (dcgmi, nvidia-smi) and its libnvidia-ml.so.1 in them first."""
+
+
+STARTED_WITHIN = 30.0
+"""Seconds for an agent to be there. It is a process of this machine: that nothing comes from it says how busy the machine is, unless its
+node is cut off."""
+
+
+class LocalBackend(SessionBackend):
+    silence_breaks = False
+    """A session that lost a line to a cut breaks by itself when that is healed; another process would be cut off as well."""
+
+    def __init__(self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_WITHIN) -> None:
+        super().__init__(spec, answer_within)
+        self._state = state.resolve()
+        self._agent = agent.resolve()
+
+    def folder(self, node: str) -> Path:
+        """The node's state folder."""
+        return self._state / "nodes" / node
+
+    async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
+        if not gpus and node not in self._sessions and not any((self.folder(node) / name).exists() for name in ("jobs", CUT, "held.json")):
+            # Nothing ever ran there. To start a session only to hear that costs 0.2 s of a core, sixteen times on a new laptop.
+            return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": [], "held": None}
+        return await super().list(node, gpus)
+
+    def _started_within(self, name: str) -> float:
+        usual = super()._started_within(name)
+        return usual if (self.folder(name) / CUT).exists() else max(usual, STARTED_WITHIN)
+
+    async def _connect(self, name: str) -> ProcessPipe:
+        folder = self.folder(name)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("RELAUNCH_", "TEMPORAL_"))}
+        kernel_log = folder / KERNEL_LOG
+        if kernel_log.exists():
+            environment["RELAUNCH_KERNEL_LOG"] = str(kernel_log)
+        environment["RELAUNCH_REBOOT_COMMAND"] = json.dumps(local_power.command(folder))
+        for own, variable in ((folder / PROGRAMS, "PATH"), (folder / LIBRARIES, "LD_LIBRARY_PATH")):
+            if own.is_dir():
+                environment[variable] = os.pathsep.join(filter(None, (str(own), environment.get(variable))))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(self._agent),
+            "session",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**environment, "RELAUNCH_AGENT_STATE": str(folder)},
+            limit=LINE_LIMIT,
+            # A Ctrl-C in the worker's terminal is for the worker; it decides what becomes of its sessions.
+            start_new_session=True,
+        )
+        return ProcessPipe(process)
+
+
+# --- faults that machines of their own have by themselves ---------------------------------------------------------------
+
+
+def cut(folder: Path, what: Iterable[str] = CUTS, *, freeze_ranks: bool = False) -> None:
+    """Cut the node whose state is in `folder` off, until `heal`.
+
+    Args:
+        what: any of `CUTS`; one of the controller's two directions alone is a one-way cut.
+        freeze_ranks: also stop (SIGSTOP) its ranks: their sockets stay open and silent, as they would behind a dead switch.
+    """
+    words = tuple(what)
+    if unknown := set(words) - set(CUTS):
+        raise ValueError(f"{', '.join(sorted(unknown))}: not a cut; one or more of {', '.join(CUTS)}")
+    temporary = folder / f".cut.{uuid.uuid4().hex}"
+    temporary.write_text("\n".join(words) + "\n")
+    temporary.rename(folder / CUT)
+    if freeze_ranks:
+        signal_all(processes_of(folder, b"RELAUNCH_NODE_STATE"), signal.SIGSTOP)
+
+
+def heal(folder: Path) -> None:
+    (folder / CUT).unlink(missing_ok=True)
+    signal_all(processes_of(folder, b"RELAUNCH_NODE_STATE"), signal.SIGCONT)

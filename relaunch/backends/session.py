@@ -1,0 +1,364 @@
+"""Speaks the agent's protocol over one long-lived `session` process, however that process was reached.
+
+A session holds no state: when it breaks, every order in flight is ambiguous and the next call opens another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+from relaunch.backends import answers
+from relaunch.backends.base import (
+    PROTOCOL,
+    Gone,
+    LogChunk,
+    Logs,
+    Prepared,
+    PrepareOrder,
+    ProtocolError,
+    Refused,
+    Started,
+    StartOrder,
+    StopOrder,
+    Unreachable,
+)
+from relaunch.backends.link import Inbox, Link, end
+from relaunch.backends.pipe import Pipe
+from relaunch.generation import Token
+from relaunch.job.places import parse_place
+
+ANSWER_WITHIN = 5.0
+"""Seconds for an answer that needs no waiting on the node; an unloaded node needs a few milliseconds."""
+GPUS_WITHIN = 14.0
+"""Seconds that the agent gives NVML, ten, then the killing of it, and the names of users."""
+STACKS_WITHIN = 20.0
+"""Seconds that the agent gives py-spy."""
+WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
+SILENT_BEATS = 3
+"""Heartbeats that may fail to come before a watch counts as broken."""
+
+Connect = Callable[[], Awaitable[Pipe]]
+
+
+class AgentSession:
+    """One node's connection, opened when it is first needed."""
+
+    def __init__(
+        self,
+        node: str,
+        connect: Connect,
+        answer_within: float = ANSWER_WITHIN,
+        silence_breaks: bool = False,
+        server: str = "",
+        started_within: Callable[[], float] | None = None,
+    ) -> None:
+        """Make a connection, without opening it.
+
+        Args:
+            node: Its name.
+            connect: Starts an agent's `session` there.
+            answer_within: Seconds for an answer that needs no waiting on the node.
+            silence_breaks: A session that answers nothing at all is given up, and the next call
+                connects anew.
+            server: The id of the Temporal server whose orders these are, as tokens name it.
+            started_within: Gives the seconds for an agent that was started to say its first line; None: twice `answer_within`.
+        """
+        self._node = node
+        self._server = server
+        self._within = answer_within
+        self._connect = connect
+        self._started_within = started_within or (lambda: 2 * answer_within)
+        self._silence_breaks = silence_breaks
+        self._opening = asyncio.Lock()
+        self._link: Link | None = None
+
+    async def prepare(self, order: PrepareOrder) -> Prepared | Refused:
+        body = {key: value for key, value in asdict(order).items() if key != "token"}
+        within = order.stop_grace + order.stuck_after + self._within
+        answer = await self._call("prepare", {"token": self._token(order.token), **body}, within)
+        if answer["outcome"] == "refused":
+            return self._refused("prepare", answer)
+        prepared = answers.parse(self._node, "prepare", answers.PrepareAnswer, answer)
+        return Prepared(
+            self._node,
+            boot_id=prepared.boot_id,
+            master_port=prepared.master_port,
+            peer_port=prepared.peer_port,
+            stamp=prepared.stamp,
+            nonce=prepared.nonce,
+            place=parse_place(answer.get("place")),
+        )
+
+    async def start(self, order: StartOrder) -> Started | Refused:
+        body: dict[str, Any] = {
+            "node": order.node,
+            "command": order.command,
+            "workdir": order.workdir,
+            "env": {**order.env, **order.secrets},
+            "rank_env": [dict(env) for env in order.rank_env],
+            "peers": [asdict(peer) for peer in order.peers],
+            "prepared": order.prepared,
+            "secret": order.secret,
+            "fences": order.fences,
+            "log_pattern": order.log_pattern,
+        }
+        if order.launched is not None:
+            launched = order.launched
+            body["launched"] = {"command": launched.command, "ranks": launched.ranks, "env": dict(launched.env)}
+        answer = await self._call("start", {"token": self._token(order.token), **body}, 2 * self._within)
+        if answer["outcome"] == "refused":
+            return self._refused("start", answer)
+        started = answers.parse(self._node, "start", answers.StartAnswer, answer)
+        return Started(
+            self._node,
+            {int(rank): pid for rank, pid in started.pids.items()},
+            started.already,
+        )
+
+    async def stop(self, order: StopOrder) -> Gone | Refused:
+        body = {"token": self._token(order.token), "stop_grace": order.stop_grace, "stuck_after": order.stuck_after}
+        answer = await self._call("stop", body, order.stop_grace + order.stuck_after + self._within)
+        if answer["outcome"] == "refused":
+            return self._refused("stop", answer)
+        answers.parse(self._node, "stop", answers.StopAnswer, answer)
+        return Gone(self._node, parse_place(answer.get("place")))
+
+    async def list(self, gpus: bool = False) -> Mapping[str, Any]:
+        if gpus:
+            answer = await self._call("list", {"gpus": True}, GPUS_WITHIN + self._within)
+        else:
+            answer = await self._call("list", {}, self._within)
+        if answer["outcome"] == "refused":
+            refused = self._refused("list", answer)
+            raise ProtocolError(self._node, f"list changes nothing and was refused: {refused.because}")
+        return answer
+
+    async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
+        body = {
+            "token": self._token(token),
+            "offsets": None if offsets is None else {str(rank): offset for rank, offset in offsets.items()},
+            "max_bytes": max_bytes,
+            "wait": wait,
+            "tail": tail,
+        }
+        answer = await self._call("logs", body, wait + self._within)
+        if answer["outcome"] == "refused":
+            return self._refused("logs", answer)
+        logs = answers.parse(self._node, "logs", answers.LogsAnswer, answer)
+        chunks = tuple(LogChunk(one.rank, one.offset, one.next, one.data) for one in logs.chunks)
+        return Logs(chunks, logs.ended)
+
+    async def stacks(self, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+        answer = await self._call("stacks", {"token": self._token(token), "rank": rank}, STACKS_WITHIN + self._within)
+        if answer["outcome"] == "refused":
+            return self._refused("stacks", answer)
+        answers.parse(self._node, "stacks", answers.StacksAnswer, answer)
+        return answer
+
+    async def probe(self, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        order = {"within": within, "kernel_since": kernel_since}
+        answer = await self._asked("probe", order, within, answers.BootAnswer)
+        return answers.check_size(self._node, "probe", answer, answers.MAX_PROBE_BYTES)
+
+    async def preflight(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        """What the node is asked before it is trusted with ranks, as docs/reference/agent-protocol.md has it."""
+        order = {**order, "within": within}
+        return await self._asked("preflight", order, within, answers.PreflightAnswer)
+
+    async def meet(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        return await self._asked("meet", order, within, answers.MeetAnswer)
+
+    async def _asked(
+        self,
+        command: str,
+        order: Mapping[str, Any],
+        within: float,
+        schema: type[answers.BootAnswer],
+    ) -> Mapping[str, Any]:
+        answer = await self._call(command, order, within + self._within)
+        if answer["outcome"] == "refused":
+            because = self._refused(command, answer).because
+            raise ProtocolError(self._node, f"{command} changes nothing and was refused: {because}")
+        answers.parse(self._node, command, schema, answer)
+        return answer
+
+    async def diagnose(self, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+        order = {"id": id, "level": level, "within": within, **_whose(fleet)}
+        answer = await self._call("diagnose", order, within + self._within)
+        if answer["outcome"] == "refused":
+            return self._refused("diagnose", answer)
+        return answers.check_output(self._node, "diagnose", answer, "stdout")
+
+    async def reset_gpus(self, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+        order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within, **_whose(fleet)}
+        answer = await self._call("reset-gpus", order, within + self._within)
+        if answer["outcome"] == "refused":
+            return self._refused("reset-gpus", answer)
+        return answers.check_output(self._node, "reset-gpus", answer, "output")
+
+    async def reboot(self, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+        answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "because": because, **_whose(fleet)}, 2 * self._within)
+        if answer["outcome"] == "refused":
+            return self._refused("reboot", answer)
+        answers.parse(self._node, "reboot", answers.BootAnswer, answer)
+        return answer
+
+    @asynccontextmanager
+    async def watch(self, token: Token, after_seq: int, heartbeat: float) -> AsyncIterator[AgentWatch]:
+        order = {"token": self._token(token), "after_seq": after_seq, "heartbeat": heartbeat}
+        async with self._command("watch", order) as (link, id_, inbox):
+            yield AgentWatch(link, id_, inbox, first=self._within, silence=SILENT_BEATS * heartbeat + self._within / 5)
+
+    async def close(self) -> None:
+        """End the session; nothing on the node ends with it."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    async def _call(self, command: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        """Send an order and return its answer. A long wait is broken off as soon as the node answers nothing at all."""
+        async with self._command(command, order) as (link, _, inbox):
+            waiting = asyncio.ensure_future(self._answer(link, inbox, within, command))
+            try:
+                while command != "list":
+                    done, _pending = await asyncio.wait({waiting}, timeout=self._within)
+                    if done:
+                        break
+                    await self.list()
+                return await waiting
+            finally:
+                waiting.cancel()
+                # Its own outcome has been taken above, or does not matter any more.
+                await asyncio.gather(waiting, return_exceptions=True)
+
+    async def _answer(self, link: Link, inbox: Inbox, within: float, command: str) -> Mapping[str, Any]:
+        last: Mapping[str, Any] | None = None
+        until = asyncio.get_running_loop().time() + within
+        while True:
+            left = within if last is None else max(0.0, until - asyncio.get_running_loop().time())
+            message = await link.receive(inbox, left, command)
+            if "line" in message:
+                last = message["line"]
+            elif last is None:
+                raise Unreachable(self._node, f"{command} ended without an answer")
+            else:
+                break
+        if not isinstance(last, Mapping) or last.get("outcome") not in ("done", "refused"):
+            raise ProtocolError(self._node, f"{command} answered {str(last)[:200]!r}, expected an outcome")
+        if last["outcome"] == "refused" and last.get("why") in ("bad_order", "protocol"):
+            raise ProtocolError(self._node, self._refused(command, last).because)
+        return last
+
+    @asynccontextmanager
+    async def _command(self, command: str, order: Mapping[str, Any]) -> AsyncIterator[tuple[Link, int, Inbox]]:
+        link = await self._open()
+        id_, inbox = link.begin()
+        try:
+            await link.send({"id": id_, "command": command, "order": {"protocol": PROTOCOL, **order}})
+            yield link, id_, inbox
+        finally:
+            link.over(id_)
+            if command in ("watch", "diagnose"):
+                # A broken session has closed the watch already.
+                with contextlib.suppress(Unreachable):
+                    await link.send({"id": id_, "close": True})
+
+    async def _open(self) -> Link:
+        async with self._opening:
+            if self._link is not None and self._link.alive:
+                return self._link
+            pipe = await self._connect()
+            try:
+                version = await self._greeted(pipe)
+                if version != PROTOCOL:
+                    said = str(version)[:40]
+                    raise ProtocolError(self._node, f"the agent speaks protocol {said}, expected {PROTOCOL}")
+            except BaseException:
+                # Also where the caller is cancelled: nobody else knows of this process.
+                pipe.kill()
+                raise
+            self._link = Link(self._node, pipe, self._within, self._silence_breaks)
+            return self._link
+
+    async def _greeted(self, pipe: Pipe) -> Any:
+        """Wait for the agent's first line and return the version of the protocol that it speaks."""
+        line = b""
+        clock, reading = asyncio.get_running_loop().time, asyncio.ensure_future(pipe.readline())
+        begun = clock()
+        try:
+            # Asked again and again: whether its node is cut off may change meanwhile.
+            while not reading.done() and clock() < begun + (within := self._started_within()):
+                await asyncio.wait({reading}, timeout=min(1.0, within))
+            if not reading.done():
+                await end(pipe)
+                raise Unreachable(self._node, f"the agent could not be started: it said nothing within {within:g} s")
+            line = reading.result()
+            return json.loads(line)["session"]["protocol"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            await end(pipe)
+            said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")
+            raise Unreachable(self._node, "the agent could not be started" + (f": {said}" if said else "")) from error
+        finally:
+            reading.cancel()
+
+    def _token(self, token: Token) -> dict[str, Any]:
+        return {**asdict(token), "server": self._server} if self._server else asdict(token)
+
+    def _refused(self, command: str, answer: Mapping[str, Any]) -> Refused:
+        refusal = answers.parse(self._node, command, answers.RefusalAnswer, answer)
+        highest = refusal.highest
+        return Refused(
+            self._node,
+            refusal.why,
+            refusal.because,
+            (highest[0], highest[1]) if highest else None,
+            refusal.boot_id,
+            refusal.held.id if refusal.held else None,
+        )
+
+
+def _whose(fleet: str) -> dict[str, str]:
+    return {"fleet": fleet} if fleet else {}
+
+
+class AgentWatch:
+    """One `watch` in a session."""
+
+    def __init__(self, link: Link, id_: int, inbox: Inbox, first: float, silence: float) -> None:
+        self._link = link
+        self._id = id_
+        self._inbox = inbox
+        self._first = first
+        self._silence = silence
+
+    async def lines(self) -> AsyncIterator[Mapping[str, Any]]:
+        clock = asyncio.get_running_loop().time
+        within, heard_at = self._first, clock()
+        while True:
+            message = await self._link.receive(self._inbox, max(0.0, within), "watch")
+            if "line" not in message:
+                return
+            line = message["line"]
+            now = clock()
+            # Lines that say nothing are silence, however many come.
+            is_known = isinstance(line, dict) and not line.keys().isdisjoint(WATCH_LINES)
+            within, heard_at = self._silence if is_known else within - (now - heard_at), now
+            yield line
+
+    async def renew(self, stamp: float, age: float = 0.0) -> None:
+        await self._link.send({"id": self._id, "send": {"renew": {"stamp": stamp, "age": age}}})
+
+
+def _refusal(line: bytes) -> str:
+    """Why an agent that can open no session says it cannot, if it says so."""
+    try:
+        because = json.loads(line)["because"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return str(because)[:400]

@@ -1,0 +1,99 @@
+"""A backend whose nodes each have an agent that a session is held with. How one is opened is for whoever derives from it."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, ClassVar
+
+from relaunch.backends.base import Gone, Logs, Prepared, PrepareOrder, Refused, Started, StartOrder, StopOrder, WatchStream
+from relaunch.backends.pipe import Pipe
+from relaunch.backends.session import AgentSession
+from relaunch.generation import Token
+from relaunch.spec.fleet import FleetNode, FleetSpec
+
+
+class SessionBackend(ABC):
+    silence_breaks: ClassVar[bool]
+    """Whether a session that answers nothing is given up: another connection may get through where this one does not."""
+
+    fences: ClassVar[bool] = True
+
+    def __init__(self, spec: FleetSpec, answer_within: float) -> None:
+        self._nodes = {node.name: node for node in spec.nodes}
+        self._answer_within = answer_within
+        self._sessions: dict[str, AgentSession] = {}
+        self.server = ""
+
+    @abstractmethod
+    async def _connect(self, name: str) -> Pipe:
+        """Start an agent's `session` on the node, and return what it is spoken to over.
+
+        Raises:
+            Unreachable: it cannot be started, or not be reached.
+        """
+
+    def _started_within(self, name: str) -> float:
+        """Seconds for an agent that was started on the node to say its first line."""
+        return 2 * self._answer_within
+
+    def node(self, name: str) -> FleetNode:
+        return self._nodes[name]
+
+    async def prepare(self, node: str, order: PrepareOrder) -> Prepared | Refused:
+        return await self._session(node).prepare(order)
+
+    async def start(self, node: str, order: StartOrder) -> Started | Refused:
+        return await self._session(node).start(order)
+
+    async def stop(self, node: str, order: StopOrder) -> Gone | Refused:
+        return await self._session(node).stop(order)
+
+    def watch(self, node: str, token: Token, after_seq: int, heartbeat: float) -> AbstractAsyncContextManager[WatchStream]:
+        return self._session(node).watch(token, after_seq, heartbeat)
+
+    async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
+        return await self._session(node).list(gpus)
+
+    async def logs(
+        self, node: str, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None
+    ) -> Logs | Refused:
+        return await self._session(node).logs(token, offsets, max_bytes, wait, tail)
+
+    async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
+        return await self._session(node).stacks(token, rank)
+
+    async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
+        return await self._session(node).probe(within, kernel_since)
+
+    async def preflight(self, node: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        return await self._session(node).preflight(order, within)
+
+    async def meet(self, node: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
+        return await self._session(node).meet(order, within)
+
+    async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
+        return await self._session(node).diagnose(id, level, within, fleet)
+
+    async def reset_gpus(
+        self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+    ) -> Mapping[str, Any] | Refused:
+        return await self._session(node).reset_gpus(id, boot_id, gpus, within, fleet)
+
+    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+        return await self._session(node).reboot(id, boot_id, because, fleet)
+
+    async def close(self) -> None:
+        sessions, self._sessions = self._sessions, {}
+        await asyncio.gather(*(session.close() for session in sessions.values()))
+
+    def _session(self, name: str) -> AgentSession:
+        if name not in self._sessions:
+            connect = partial(self._connect, name)
+            started = partial(self._started_within, name)
+            session = AgentSession(name, connect, self._answer_within, self.silence_breaks, self.server, started)
+            self._sessions[name] = session
+        return self._sessions[name]

@@ -1,0 +1,283 @@
+"""A channel of an SSH connection as the pipe that an agent is spoken to over. The event loop never waits for the node here.
+
+paramiko's thread says when something has come, and the loop takes it. What may block (writing into a full window or socket, and
+telling the node that its window is open again) is done by threads that all pipes share, each for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from concurrent.futures import Executor
+from typing import Any
+
+import paramiko
+
+from relaunch.backends.pipe import LINE_LIMIT
+from relaunch.backends.ssh.connection import Connection
+
+CHUNK = 65536
+AHEAD = 256 * 1024
+"""Bytes that are taken from the channel before a line of them is read: beyond that its window closes, and the node waits."""
+QUEUE = 8 * 1024 * 1024
+"""Bytes that wait to be sent. The longest order is 4 MiB; a node that lets more pile up takes none."""
+PIECE = 32768
+TAKEN_WITHIN = 10.0
+"""Seconds in which a node takes the next piece of what is sent to it."""
+WORDS = 4096
+FAREWELL = 0.5
+"""Seconds between the end of what a command says and the end of its channel; what lives on may hold that open for ever."""
+
+
+class _Wake:
+    """What paramiko's buffers call when something has come or ended, in paramiko's thread and under the buffer's lock."""
+
+    def __init__(self, pipe: ChannelPipe) -> None:
+        self._pipe = pipe
+
+    def set(self) -> None:
+        self._pipe.wake()
+
+    def clear(self) -> None:
+        pass
+
+
+class ChannelPipe:
+    def __init__(self, connection: Connection, channel: paramiko.Channel, threads: Executor) -> None:
+        self._connection = connection
+        self._channel = channel
+        self._threads = threads
+        self._loop = asyncio.get_running_loop()
+        self._data = bytearray()
+        self._searched = 0
+        self._stderr = bytearray()
+        self._news = asyncio.Event()
+        self._over = asyncio.Event()
+        """Nothing more can come: all that came is in `_data`."""
+        self._because: str | None = None
+        self.lost = False
+        """It was the connection that ended it: neither the agent nor we did."""
+        self._woken = False
+        self._receiving = False
+        self._lock = threading.Lock()
+        self._queue: list[bytes] = []
+        self._queued = 0
+        self._ending = False
+        self._writing = False
+        self._looking = False
+        self._sending_since: float | None = None
+        self._leaving: asyncio.TimerHandle | None = None
+        self._left = False
+        self._born = self._loop.time()
+        self._died: float | None = None
+        # Not its fileno(): two pipes' bytes share one state there, which its two writers change without a lock between them.
+        wake: Any = _Wake(self)
+        channel.in_buffer.set_event(wake)
+        channel.in_stderr_buffer.set_event(wake)
+
+    # --- the pipe
+
+    @property
+    def ended(self) -> str | None:
+        return self._because
+
+    @property
+    def last_words(self) -> str:
+        return self._stderr.decode(errors="replace").strip()
+
+    @property
+    def exit_status(self) -> int | None:
+        """Of the command, where it has ended and the node has said so."""
+        return self._channel.exit_status if self._channel.status_event.is_set() and self._channel.exit_status >= 0 else None
+
+    @property
+    def life(self) -> tuple[float, float] | None:
+        """When it ended, by the loop's clock, and how many seconds it had lived; None while it lives."""
+        return None if self._died is None else (self._died, self._died - self._born)
+
+    async def readline(self) -> bytes:
+        while True:
+            end = self._data.find(b"\n", self._searched)
+            if end >= 0:
+                return self._cut(end + 1)
+            self._searched = len(self._data)
+            if self._searched > LINE_LIMIT:
+                raise ValueError(f"a line of more than {LINE_LIMIT} bytes")
+            if self._over.is_set():
+                return self._cut(len(self._data))
+            self._news.clear()
+            await self._news.wait()
+
+    def _cut(self, size: int) -> bytes:
+        line = bytes(self._data[:size])
+        del self._data[:size]
+        self._searched = 0
+        if len(self._data) < AHEAD:
+            self._pump()
+        return line
+
+    async def write(self, data: bytes) -> None:
+        if self._because is not None:
+            raise ConnectionResetError(self._because)
+        with self._lock:
+            full = self._queued + len(data) > QUEUE
+            if not full:
+                self._queue.append(data)
+                self._queued += len(data)
+        if full:
+            self._break(f"the node takes no orders: {self._queued} bytes wait to be sent")
+            raise ConnectionResetError(self._because)
+        self._begin_writing()
+
+    def end(self) -> None:
+        self._ending = True
+        self._begin_writing()
+
+    def kill(self) -> None:
+        self._break("the session was given up")
+
+    async def wait(self) -> None:
+        await self._over.wait()
+        if self._because is None:
+            self._because = self._why()
+        self._connection.abort(self._because)
+
+    # --- what comes
+
+    def wake(self) -> None:
+        """Called by paramiko's thread."""
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody is left to hear
+                self._loop.call_soon_threadsafe(self._hear)
+
+    def _hear(self) -> None:
+        self._woken = False
+        self._pump()
+
+    def _pump(self) -> None:
+        """Take what has come, and no more than a turn's worth: other nodes want to be heard as well."""
+        channel = self._channel
+        if self._receiving or self._over.is_set():
+            return
+        # In this order: what came before the end is there when the end is.
+        ended = channel.eof_received or channel.closed
+        if len(channel.in_buffer) + len(channel.in_stderr_buffer) > 2 * channel.in_window_size:
+            self._break("the node sends more than it was allowed to")
+        for ready, receive, take in (
+            (channel.recv_stderr_ready, channel.recv_stderr, self._take_words),
+            (channel.recv_ready, channel.recv, self._take),
+        ):
+            if not ready() or (take == self._take and len(self._data) >= AHEAD and b"\n" in self._data):
+                continue
+            room = channel.in_window_threshold - channel.in_window_sofar
+            if room <= 0 and not ended:
+                # This read tells the node that its window is open again, and that message may have to wait.
+                self._receiving = True
+                future = self._loop.run_in_executor(self._threads, receive, CHUNK)
+                future.add_done_callback(lambda done, take=take: self._received(done, take))  # type: ignore[misc]
+                return
+            take(receive(CHUNK if ended else min(CHUNK, room)))
+            self._loop.call_soon(self._pump)
+            return
+        if ended and not channel.recv_ready():
+            self._farewell()
+
+    def _received(self, done: asyncio.Future[bytes], take: Any) -> None:
+        self._receiving = False
+        if not done.cancelled() and done.exception() is None:
+            take(done.result())
+        self._pump()
+
+    def _take(self, data: bytes) -> None:
+        self._data += data
+        self._news.set()
+
+    def _take_words(self, data: bytes) -> None:
+        self._stderr += data
+        del self._stderr[:-WORDS]
+
+    def _farewell(self) -> None:
+        """All that came is here. How the command ended is said after the end of its output, and before the channel is closed."""
+        if self._channel.closed or self._left:
+            self._end()
+        elif self._leaving is None:
+            self._leaving = self._loop.call_later(FAREWELL, self._leave)
+
+    def _leave(self) -> None:
+        self._left = True
+        self._pump()
+
+    def _end(self) -> None:
+        if self._because is None:
+            self._because = self._why()
+        self._is_over()
+        self._connection.abort(self._because)
+
+    def _why(self) -> str:
+        if (lost := self._connection.lost()) is not None:
+            self.lost = True
+            return lost
+        status = self.exit_status
+        return "the agent's session has ended" + ("" if status is None else f" with {status}")
+
+    def _break(self, because: str) -> None:
+        if self._because is None:
+            self._because = because
+        self._connection.abort(because)
+        # What came before is not worth reading any more, and its sender may send without end.
+        self._data.clear()
+        self._is_over()
+
+    def _is_over(self) -> None:
+        self._died = self._died or self._loop.time()
+        self._over.set()
+        self._news.set()
+
+    # --- what goes
+
+    def _begin_writing(self) -> None:
+        with self._lock:
+            if self._writing or not (self._queue or self._ending):
+                return
+            self._writing = True
+        self._loop.run_in_executor(self._threads, self._write_out)
+        if not self._looking:
+            self._looking = True
+            self._loop.call_later(TAKEN_WITHIN, self._look)
+
+    def _write_out(self) -> None:
+        """In a thread: send what is queued, until nothing is."""
+        while True:
+            with self._lock:
+                data, ending = b"".join(self._queue), self._ending
+                self._queue.clear()
+                if not data and not ending:
+                    self._writing, self._sending_since = False, None
+                    return
+                self._ending = False
+            try:
+                for start in range(0, len(data), PIECE):
+                    self._sending_since = time.monotonic()
+                    self._channel.sendall(data[start : start + PIECE])
+                if ending:
+                    self._channel.shutdown_write()
+            except (OSError, EOFError, paramiko.SSHException):
+                # Whoever reads is told by the channel's own end, and why.
+                self._sending_since = None
+                return
+            with self._lock:
+                self._queued -= len(data)
+
+    def _look(self) -> None:
+        """Whether what is being sent is being taken."""
+        since = self._sending_since
+        self._looking = self._writing and not self._over.is_set()
+        if not self._looking:
+            return
+        if since is not None and time.monotonic() - since >= TAKEN_WITHIN:
+            self._break(f"the node has taken nothing for {TAKEN_WITHIN:g} s")
+            return
+        self._loop.call_later(TAKEN_WITHIN / 2, self._look)

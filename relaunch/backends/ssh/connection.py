@@ -1,0 +1,393 @@
+"""Opens a connection to a node, over jump hosts if need be: TCP, key exchange, host key, authentication. Says which failed, and why.
+
+Everything here blocks, each step for so long at most, and is meant for a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import paramiko
+
+from relaunch.backends.ssh import known_hosts
+from relaunch.backends.ssh.identities import Identity, identities
+from relaunch.backends.ssh.known_hosts import Entry, Standing, fingerprint, kind
+from relaunch.backends.ssh.route import Hop, Route
+
+TCP = 5.0
+"""Seconds. A packet that is lost is sent again after 1 and after 3."""
+BANNER = 5.0
+"""Seconds: a loaded sshd forks for each login, before it says who it is."""
+KEY_EXCHANGE = 10.0
+AUTHENTICATION = 15.0
+"""Seconds: PAM may ask a directory in another building."""
+STEP = 0.1
+"""Seconds between looks whether an answer has come. paramiko waits like that in any case."""
+KEEPALIVE = 15
+"""Seconds of saying nothing after which something is said: nothing else notices that a node is gone to which nobody speaks."""
+UNACKNOWLEDGED = 30_000
+"""Milliseconds for which what we said may stay unacknowledged by the node's kernel: as long as three heartbeats at their default."""
+IDLE_LOOK = 5.0
+"""Seconds between two looks of paramiko's thread at a silent connection, which else are 0.1 s: 200 nodes would cost a tenth of a core."""
+PACKET = 256 * 1024
+"""Bytes: OpenSSH's own limit of a packet. paramiko has none, and would make room for as much as a node claims to send."""
+LOGINS = 6
+"""At once over one jump host: sshd begins to turn away at 10 (MaxStartups), and counts a login for a moment longer than it takes."""
+
+
+class Failed(Exception):
+    """Why there is no connection: a clause for a person."""
+
+    def __init__(self, because: str, lasting: bool = False) -> None:
+        super().__init__(because)
+        self.because = because
+        self.lasting = lasting
+        """It stays so until a person changes something."""
+
+
+class Bounded(socket.socket):
+    """Refuses to make room for a packet that cannot be meant."""
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        if size > PACKET:
+            raise paramiko.SSHException(f"the node announces a packet of {size} bytes")
+        return super().recv(size, flags)
+
+
+class Through:
+    """A stream to a host through the connection to the one before it, as paramiko wants a socket to be."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+
+    def recv(self, size: int) -> bytes:
+        if size > PACKET:
+            raise paramiko.SSHException(f"the node announces a packet of {size} bytes")
+        return self._channel.recv(size)
+
+    def send(self, data: bytes) -> int:
+        return self._channel.send(data)
+
+    def settimeout(self, timeout: float | None) -> None:
+        self._channel.settimeout(timeout)
+
+    def close(self) -> None:
+        # A channel says farewell, and the connection that it lies in may be gone already.
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            self._channel.close()
+
+    @property
+    def _closed(self) -> bool:
+        return self._channel.closed
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKey:
+    algorithm: str
+    blob: bytes
+    standing: Standing
+    entry: Entry | None
+
+    @property
+    def text(self) -> str:
+        return f"{kind(self.blob)} {fingerprint(self.blob)}"
+
+
+class Connection:
+    """Transports in a row, each through the one before; the last is the node's."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._streams: list[socket.socket | Through] = []
+        self._transports: list[paramiko.Transport] = []
+        self._aborted: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def transport(self) -> paramiko.Transport:
+        return self._transports[-1]
+
+    def add_socket(self, raw: socket.socket) -> None:
+        with self._lock:
+            self._sockets.append(raw)
+            if self._aborted is not None:
+                _shut(raw)
+
+    def drop_socket(self, raw: socket.socket) -> None:
+        with self._lock:
+            self._sockets.remove(raw)
+        raw.close()
+
+    def add(self, transport: paramiko.Transport, stream: socket.socket | Through) -> None:
+        with self._lock:
+            self._transports.append(transport)
+            self._streams.append(stream)
+
+    def calm(self, look: float) -> None:
+        """Have paramiko's threads sleep for longer while nothing comes. What comes wakes them at once, and so does `abort`."""
+        for stream in self._streams:
+            stream.settimeout(look)
+
+    def abort(self, because: str = "it was closed") -> None:
+        """Break it, whatever it is doing. Never blocks: the threads of its transports notice and clean up behind themselves."""
+        with self._lock:
+            if self._aborted is None:
+                self._aborted = because
+            for raw in self._sockets:
+                _shut(raw)
+
+    @property
+    def aborted(self) -> str | None:
+        return self._aborted
+
+    def lost(self) -> str | None:
+        """Why it is not there any more, if it is not."""
+        if self._aborted is not None:
+            return self._aborted
+        for transport in self._transports:
+            which = "the node" if transport is self.transport else "the jump host"
+            error = transport.get_exception()
+            if error is not None:
+                return f"the connection was lost: {_how(error, which)}"
+            if not transport.is_active():
+                return f"the connection was lost: {which} closed it"
+        return None
+
+
+def _how(error: BaseException, which: str) -> str:
+    if isinstance(error, EOFError):
+        return f"{which} closed it"
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return f"{which} reset it"
+    if isinstance(error, TimeoutError):
+        return f"{which} acknowledged nothing for {UNACKNOWLEDGED / 1000:g} s"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def _shut(raw: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is not connected, or not any more
+        raw.shutdown(socket.SHUT_RDWR)
+
+
+def connect(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> None:
+    """Connect and log in to each host in turn.
+
+    Raises:
+        Failed: one cannot be reached, is not who it should be, or refuses us.
+    """
+    _pass(connection, route, gate)
+    _log_in(connection, route.node, f"relaunch nodes trust {route.name}")
+
+
+def look(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> ServerKey:
+    """Connect so far that the node has proven its key, and tell what is known of that. Logs in to the jump hosts only."""
+    _pass(connection, route, gate)
+    return _exchange_keys(connection, route.node, _entries(route.node))
+
+
+def _pass(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> None:
+    """Log in to the hosts before the node."""
+    for hop in route.hops[:-1]:
+        try:
+            with gate(hop):
+                _log_in(connection, hop, f"ssh {hop.name}")
+        except Failed as failed:
+            raise Failed(f"the jump host {hop.name} failed: {failed.because}", failed.lasting) from failed
+
+
+def _log_in(connection: Connection, hop: Hop, trusted_by: str) -> None:
+    entries = _entries(hop)
+    key = _exchange_keys(connection, hop, entries)
+    refuse(hop, key, trusted_by)
+    _authenticate(connection, hop)
+    connection.transport.set_keepalive(KEEPALIVE)
+
+
+def _entries(hop: Hop) -> tuple[Entry, ...]:
+    try:
+        return known_hosts.read(hop.known_hosts)
+    except OSError as error:
+        raise Failed(f"{error.filename} cannot be read: {error.strerror}", lasting=True) from error
+
+
+# --- TCP ------------------------------------------------------------------------------------------------------------------
+
+
+def _reach(connection: Connection, hop: Hop) -> socket.socket | Through:
+    """A stream to a host, directly or through the host before it."""
+    if not connection._transports:
+        return _dial(connection, hop)
+    before = connection.transport
+    try:
+        return Through(before.open_channel("direct-tcpip", (hop.host, hop.port), ("127.0.0.1", 0), timeout=TCP))
+    except paramiko.ChannelException as error:
+        raise Failed(f"the jump host cannot reach {hop.place}: {error.text}") from error
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        if not before.is_active():
+            raise Failed(connection.lost() or "the connection was lost") from error
+        raise Failed(f"{hop.place} gave the jump host no answer to TCP within {TCP:g} s") from error
+
+
+def _dial(connection: Connection, hop: Hop) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(hop.host, hop.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        lasting = error.errno != socket.EAI_AGAIN
+        raise Failed(f"the name {hop.host!r} does not resolve: {error.strerror}", lasting) from error
+    except UnicodeError as error:
+        raise Failed(f"the name {hop.host!r} does not resolve: it is no name of a host", lasting=True) from error
+    until = time.monotonic() + TCP
+    failed = Failed(f"{hop.place} gave no answer to TCP within {TCP:g} s")
+    for position, (family, kind_, protocol, _, address) in enumerate(found):
+        # An address that nobody answers at must not take the time of those after it.
+        within = (until - time.monotonic()) / (len(found) - position)
+        if within <= 0 or connection.aborted is not None:
+            break
+        raw = Bounded(family, kind_, protocol)
+        try:
+            raw.settimeout(within)
+            connection.add_socket(raw)
+            raw.connect(address)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED)
+        except OSError as error:
+            connection.drop_socket(raw)
+            failed = _not_reached(hop, error)
+        else:
+            return raw
+    raise failed
+
+
+def _not_reached(hop: Hop, error: OSError) -> Failed:
+    if isinstance(error, ConnectionRefusedError):
+        return Failed(f"{hop.place} refused the connection: nothing listens there")
+    if isinstance(error, TimeoutError):
+        return Failed(f"{hop.place} gave no answer to TCP within {TCP:g} s")
+    return Failed(f"there is no way to {hop.place}: {error.strerror or error}")
+
+
+# --- key exchange and host key ------------------------------------------------------------------------------------------------
+
+
+def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...]) -> ServerKey:
+    stream = _reach(connection, hop)
+    transport = paramiko.Transport(cast(socket.socket, stream))
+    transport.banner_timeout, transport.handshake_timeout, transport.auth_timeout = BANNER, KEY_EXCHANGE, AUTHENTICATION
+    transport.channel_timeout = TCP
+    transport.clear_to_send_timeout = KEY_EXCHANGE
+    options = transport.get_security_options()
+    options.key_types = _preferred(tuple(options.key_types), known_hosts.algorithms(entries, known_hosts.name_of(hop.known_as, hop.port)))
+    connection.add(transport, stream)
+    done = threading.Event()
+    transport.start_client(event=done)
+    ended = done.wait(BANNER + KEY_EXCHANGE)
+    if connection.aborted is not None:
+        raise Failed(connection.aborted)
+    if not ended or not transport.is_active():
+        failed = _no_exchange(hop, transport)
+        transport.close()
+        raise failed
+    key = transport.get_remote_server_key()
+    found = known_hosts.judge(entries, hop.known_as, hop.port, key.asbytes())
+    return ServerKey(key.get_name(), key.asbytes(), found.standing, found.entry)
+
+
+def _preferred(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
+    """The kinds of keys in the order in which they are asked for: those first of which we know one, as OpenSSH does."""
+    wanted = [name for kind_ in known for name in (("rsa-sha2-512", "rsa-sha2-256") if kind_ == "ssh-rsa" else (kind_,)) if name in offered]
+    return (*wanted, *(name for name in offered if name not in wanted))
+
+
+def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
+    error = transport.get_exception()
+    if transport.remote_version:
+        if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
+            return Failed(f"its sshd and we have no algorithm in common: {error}", lasting=True)
+        if error is None or isinstance(error, EOFError):
+            return Failed(f"{hop.place} said that it speaks SSH and nothing more: the exchange of keys did not end")
+        return Failed(f"the exchange of keys with {hop.place} failed: {error}")
+    if error is not None and isinstance(error.__context__, EOFError | ConnectionResetError):
+        why = "too many logins at once (MaxStartups), not allowed, or it only begins to run"
+        return Failed(f"{hop.place} closed the connection before it said who it is: {why}")
+    if error is not None and error.__context__ is None:
+        return Failed(f"what listens at {hop.place} is no SSH server")
+    return Failed(f"{hop.place} answers to TCP but says nothing: its sshd hangs, or something else listens there (waited {BANNER:g} s)")
+
+
+def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
+    """Raise Failed unless the key is the one that is known. `trusted_by`: the command by which a person makes it known."""
+    where = f"{key.entry.file}:{key.entry.line}" if key.entry is not None else ""
+    if key.standing is Standing.UNKNOWN:
+        file = hop.known_hosts[0] if hop.known_hosts else "any known_hosts"  # of several, people mean their own
+        because = f"its host key ({key.text}) is not in {file}: compare it with the machine's own, then `{trusted_by}`"
+        raise Failed(because, lasting=True)
+    if key.standing is Standing.CHANGED and key.entry is not None:
+        expected = fingerprint(key.entry.blob)
+        if kind(key.entry.blob) != kind(key.blob):
+            expected = f"{kind(key.entry.blob)} {expected}"
+        because = (
+            f"its host key has CHANGED ({key.text}, expected {expected} from {where}): "
+            f"somebody may be between, or the machine was reinstalled; if you know that it was, remove that line, then `{trusted_by}`"
+        )
+        raise Failed(because, lasting=True)
+    if key.standing is Standing.REVOKED:
+        raise Failed(f"its host key ({key.text}) is revoked by {where}", lasting=True)
+
+
+# --- authentication ---------------------------------------------------------------------------------------------------------------
+
+
+def _authenticate(connection: Connection, hop: Hop) -> None:
+    transport = connection.transport
+    offered: list[Identity] = []
+    allowed: list[str] = []
+    found = identities(hop)
+    try:
+        for identity in found.usable:
+            offered.append(identity)
+            try:
+                rest = transport.auth_publickey(hop.user, identity.key)
+            except paramiko.BadAuthenticationType as error:
+                allowed = error.allowed_types
+                break
+            except paramiko.AuthenticationException as error:
+                if _silent(transport, error):
+                    raise Failed(f"no answer to the authentication of {hop.user} within {AUTHENTICATION:g} s") from error
+                if not transport.is_active():
+                    break
+                continue
+            if not rest:
+                return
+            raise Failed(f"{hop.user} is asked for {' and '.join(rest)} after the key: expected a login by key alone", lasting=True)
+        if transport.is_active() and not allowed:
+            # Some servers know who we are by the way we came. The others say what they would take.
+            try:
+                transport.auth_none(hop.user)
+                return
+            except paramiko.BadAuthenticationType as error:
+                allowed = error.allowed_types
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        if connection.aborted is not None:
+            raise Failed(connection.aborted) from error
+        if not isinstance(error, paramiko.AuthenticationException) and not offered:
+            raise Failed(f"the connection was lost during the authentication: {_how(error, 'the node')}") from error
+    finally:
+        found.close()
+    tried = ", ".join(identity.text for identity in offered) or "no key"
+    beside = f"; {'; '.join(found.unusable)}" if found.unusable and (hop.chosen or not offered) else ""
+    takes = f"; it takes {', '.join(allowed)}" if allowed and "publickey" not in allowed else ""
+    raise Failed(f"the login of {hop.user} was refused: offered {tried}{beside}{takes}", lasting=True)
+
+
+def _silent(transport: paramiko.Transport, error: paramiko.AuthenticationException) -> bool:
+    """Whether nothing was answered: paramiko has no other exception for that, and no answer leaves none behind."""
+    return transport.is_active() and type(error) is paramiko.AuthenticationException and str(error) == "Authentication timeout."

@@ -1,0 +1,79 @@
+"""Which keys are offered to a host: those of the SSH agent and the user's files, in OpenSSH's order."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import paramiko
+
+from relaunch.backends.ssh.known_hosts import fingerprint, kind
+from relaunch.backends.ssh.route import Hop
+
+MOST = 6
+"""OpenSSH's server ends the connection after so many (MaxAuthTries), also where the next would have been the right one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    key: paramiko.PKey
+    source: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.source} ({kind(self.key.asbytes())} {fingerprint(self.key.asbytes())})"
+
+
+@dataclass(slots=True)
+class Identities:
+    usable: list[Identity] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
+    """What could not be offered, and why."""
+    agent: paramiko.Agent | None = None
+
+    def close(self) -> None:
+        if self.agent is not None:
+            self.agent.close()
+
+
+def identities(hop: Hop) -> Identities:
+    """Gather what can be offered. Files that nobody named and that are not there are no news."""
+    found = Identities()
+    held: dict[bytes, paramiko.PKey] = {}
+    try:
+        found.agent = paramiko.Agent()
+        held = {key.asbytes(): key for key in found.agent.get_keys()}
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        found.unusable.append(f"the SSH agent does not answer: {error}")
+    from_files: list[Identity] = []
+    for file in hop.keys:
+        path = Path(file).expanduser()
+        public = _public(path)
+        if public is not None and public in held:
+            found.usable.append(Identity(held.pop(public), f"{file} from the SSH agent"))
+            continue
+        try:
+            from_files.append(Identity(paramiko.PKey.from_path(path), file))
+        except FileNotFoundError:
+            if hop.chosen:
+                found.unusable.append(f"{file} is not there")
+        except OSError as error:
+            found.unusable.append(f"{file} cannot be read: {error.strerror}")
+        except (paramiko.PasswordRequiredException, TypeError):  # the latter is what the library beneath says of it
+            found.unusable.append(f"{file} is locked by a passphrase and its key is not in the SSH agent")
+        except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError) as error:
+            found.unusable.append(f"{file} is no private key that can be read: {error}")
+    if not hop.only_these:
+        found.usable += [Identity(key, "a key of the SSH agent") for key in held.values()]
+    found.usable += from_files
+    del found.usable[MOST:]
+    return found
+
+
+def _public(path: Path) -> bytes | None:
+    try:
+        return base64.b64decode(path.with_name(path.name + ".pub").read_text().split()[1])
+    except (OSError, IndexError, ValueError, binascii.Error):
+        return None

@@ -1,0 +1,189 @@
+"""Which hosts lie on the way to a node, and as whom, where and with what each is logged in to.
+
+Of each value: the node's, then the fleet file's `ssh:`, then the SSH configuration's, then OpenSSH's default. Connects to nothing.
+"""
+
+from __future__ import annotations
+
+import getpass
+import glob
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+from paramiko.ssh_exception import ConfigParseError
+
+from relaunch.spec.fleet import FleetNode, SshOptions, parse_jumps
+
+USER_CONFIG, SYSTEM_CONFIG = "~/.ssh/config", "/etc/ssh/ssh_config"
+KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
+KNOWN_TO_ALL = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+IDENTITIES = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
+MOST_JUMPS = 8
+"""A configuration that leads in a circle would go on for ever."""
+DEEPEST_INCLUDE = 16
+"""OpenSSH's own limit."""
+
+
+class ConfigError(ValueError):
+    """What is written cannot be used. One sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    name: str
+    """As it is written in the fleet file or the configuration."""
+    host: str
+    port: int
+    user: str
+    known_as: str
+    """Under what known_hosts has it: its HostKeyAlias, or its host."""
+    keys: tuple[str, ...]
+    """Files of private keys, in the order in which they are offered."""
+    only_these: bool
+    """Of the keys that an SSH agent holds, no others are offered."""
+    chosen: bool
+    """Somebody named these keys: one that cannot be used is worth saying."""
+    known_hosts: tuple[str, ...]
+    hash_known_hosts: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.host}:{self.port}" if ":" not in self.host else f"[{self.host}]:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    name: str
+    """The node's, in the fleet file."""
+    hops: tuple[Hop, ...]
+    """Jump hosts in order, then the node."""
+
+    @property
+    def node(self) -> Hop:
+        return self.hops[-1]
+
+
+def read_config(options: SshOptions) -> paramiko.SSHConfig:
+    """Read the configuration that `config` names, or the user's and the machine's as ssh does.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    files = [options.config] if options.config is not None else [USER_CONFIG, SYSTEM_CONFIG]
+    lines: list[str] = []
+    for file in files:
+        path = Path(file).expanduser()
+        if options.config is None and not path.exists():
+            continue
+        lines += ["Host *", *_lines(path, 0)]
+    try:
+        return paramiko.SSHConfig.from_text("\n".join(lines))
+    except (ConfigParseError, ValueError) as error:
+        raise ConfigError(f"the SSH configuration {' and '.join(files)} cannot be read: {error}") from None
+
+
+def _lines(path: Path, depth: int) -> list[str]:
+    """A file's lines, with what it includes in its place: paramiko knows no Include."""
+    if depth > DEEPEST_INCLUDE:
+        raise ConfigError(f"the SSH configuration {path} includes itself, or more than {DEEPEST_INCLUDE} files deep")
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"the SSH configuration {path} cannot be read: {error.strerror}") from None
+    found: list[str] = []
+    header = "Host *"
+    for line in text.splitlines():
+        match = re.fullmatch(r"\s*(\w+)(?:\s*=\s*|\s+)(.*?)\s*", line)
+        key = match[1].lower() if match else ""
+        if key in ("host", "match"):
+            header = line
+        if match is None or key != "include":
+            found.append(line)
+            continue
+        base = Path("~/.ssh").expanduser() if not str(path).startswith("/etc/") else path.parent
+        for pattern in match[2].split():
+            for name in sorted(glob.glob(str(base / Path(pattern.strip('"')).expanduser()))):
+                found += _lines(Path(name), depth + 1)
+        found.append(header)
+    return found
+
+
+def route(options: SshOptions, node: FleetNode, config: paramiko.SSHConfig) -> Route:
+    """Return the way to a node.
+
+    Raises:
+        ConfigError: what the configuration says of a host on it cannot be used.
+    """
+    last = _hop(config, options, node.address, node.user or options.user, node.port or options.port)
+    return Route(node.name, (*_jumps(config, options, node.address, options.proxy_jump, 0), last))
+
+
+def _jumps(config: paramiko.SSHConfig, options: SshOptions, to: str, given: str | None, depth: int) -> tuple[Hop, ...]:
+    """The hosts before `to`. The first may have some before itself; what is before the others is said here."""
+    if depth > MOST_JUMPS:
+        raise ConfigError(f"the way to {to} leads over more than {MOST_JUMPS} hosts: expected a ProxyJump that leads in no circle")
+    found = _lookup(config, to)
+    text = given if given is not None else found.get("proxyjump")
+    if text is None and found.get("proxycommand") is not None:
+        raise ConfigError(f"the SSH configuration has a ProxyCommand for {to}, which is not supported: expected ProxyJump")
+    try:
+        jumps = parse_jumps(text) if text is not None else ()
+    except ValueError as error:
+        raise ConfigError(f"the ProxyJump of {to}: {error}") from None
+    if not jumps:
+        return ()
+    before = _jumps(config, options, jumps[0][1], None, depth + 1)
+    return (*before, *(_hop(config, options, host, user, port) for user, host, port in jumps))
+
+
+def _hop(config: paramiko.SSHConfig, options: SshOptions, name: str, user: str | None, port: int | None) -> Hop:
+    found = _lookup(config, name)
+    host = found.get("hostname") or name
+    given = found.get("port", "22")
+    if port is None and not (given.isdigit() and 0 < int(given) < 2**16):
+        raise ConfigError(f"the SSH configuration has port {given!r} for {name}: expected a number up to 65535")
+    configured = [key for key in found.get("identityfile", []) if key.lower() != "none"]
+    keys = [options.key] if options.key is not None else configured or list(IDENTITIES)
+    own = [options.known_hosts] if options.known_hosts is not None else found.get("userknownhostsfile", "").split() or list(KNOWN_HOSTS)
+    everybodys = found.get("globalknownhostsfile", "").split() or list(KNOWN_TO_ALL)
+    return Hop(
+        name=name,
+        host=host,
+        port=port or int(given),
+        user=user or found.get("user") or getpass.getuser(),
+        known_as=found.get("hostkeyalias") or host,
+        keys=tuple(keys),
+        only_these=options.key is not None or found.get("identitiesonly", "no").lower() == "yes",
+        chosen=options.key is not None,
+        known_hosts=tuple(file for file in (*own, *everybodys) if file != "none"),
+        hash_known_hosts=found.get("hashknownhosts", "no").lower() == "yes",
+    )
+
+
+def _lookup(config: paramiko.SSHConfig, name: str) -> paramiko.SSHConfigDict:
+    try:
+        return config.lookup(name)
+    except (paramiko.SSHException, ImportError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the SSH configuration cannot be used for {name}: {error}") from None
+
+
+def check(options: SshOptions, nodes: tuple[FleetNode, ...]) -> None:
+    """Look whether what the fleet file names is there.
+
+    Raises:
+        ConfigError: something is not.
+    """
+    for what, file in (("config", options.config), ("known_hosts", options.known_hosts), ("key", options.key)):
+        if file is None:
+            continue
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"ssh: {what}: {file} is not there: expected a file")
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"ssh: {what}: {file} cannot be read by this user")
+    config = read_config(options)
+    for node in nodes:
+        route(options, node, config)

@@ -1,0 +1,359 @@
+"""The command line of relaunch: starts jobs, shows them, and sends them what people say. `relaunch --help` has the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from relaunch.cli.nodes import nodes_app
+from relaunch.cli.terminal import Because, Job, Json, Why, print_json, say, with_client
+from relaunch.config import Mistake, Settings, read_settings
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+    from relaunch.messages.logs import Stack
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
+policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Policies: what is tried after a fault, and how often.")
+app.add_typer(nodes_app, name="nodes")
+app.add_typer(policy_app, name="policy")
+
+PolicyName = Annotated[str, typer.Argument(metavar="FILE|PRESET")]
+State = Annotated[Path | None, typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch.")]
+BAD_INPUT = 2
+
+
+@app.command()
+def up(
+    state: State = None,
+    port: Annotated[int, typer.Option(help="Of the Temporal server; 0: any.")] = 7233,
+    ui_port: Annotated[int | None, typer.Option(help="Of the web UI; default: port + 1000.")] = None,
+    fleet: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine.")] = None,
+    worker: Annotated[bool, typer.Option(help="Run a worker, too.")] = True,
+    attended: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Run server, web UI and worker in this terminal; ctrl-C stops them, ranks live on."""
+    from relaunch.cli import files, service
+
+    settings = read_settings(state=state)
+    fleets = tuple(fleet or settings.fleets)
+    for path in fleets:
+        files.read_fleet(path)
+    lock = service.prepare_state(settings.state)
+    chosen = service.choose_port("--port", port)
+    ui = service.choose_port("--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0)
+    with lock:
+        fleets = fleets or (service.write_local_fleet(settings.state, service.LOCAL_NODES),)
+        asyncio.run(service.serve(service.Service(settings.state, chosen, ui, fleets, worker), say, attended))
+
+
+@app.command(hidden=True)
+def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
+    """Run other commands without their start; `up` keeps this."""
+    from relaunch.cli.warm import serve
+
+    serve(state, main)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD…")],
+    nodes: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Nodes; 3:4: four, or three where there are no more.")] = "1",
+    nproc: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
+    policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the job; default: after the script, with the time.")] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the ranks.")] = None,
+    fleet: Annotated[str | None, typer.Option(help="A fleet's name.")] = None,
+) -> None:
+    """Run one job to its end, print what its ranks print, and exit with its exit code. Brings its own server where none runs."""
+    from relaunch.cli import run as runner
+
+    settings = read_settings()
+    values = runner.job_of(command, nodes, nproc, policy, name, env or [], fleet)
+    raise typer.Exit(asyncio.run(runner.run(settings, values, say)))
+
+
+@app.command()
+def submit(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml")],
+    name: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX", help="Instead of the file's.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Instead of the file's nproc_per_node.")] = None,
+    policy: Annotated[str | None, typer.Option(help="A preset or a file, instead of the file's.")] = None,
+    fleet: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    because: Because = "",
+    follow: Annotated[bool, typer.Option(help="Stay until it ends; exit with its exit code.")] = False,
+) -> None:
+    """Start the job of a file."""
+    from relaunch.cli import files
+
+    flags = {"name": name, "nodes": nodes, "nproc_per_node": nproc, "policy": policy, "fleet": fleet}
+    spec, resolved = files.read_job(job, {key: value for key, value in flags.items() if value is not None})
+
+    async def work(client: Client, settings: Settings) -> int:
+        from relaunch.cli import submit
+
+        await submit.submit(client, settings.task_queue, spec, resolved, because)
+        print(f"job {spec.name} submitted: {spec.size}", flush=True)
+        if not follow:
+            return 0
+        from relaunch.cli.follow import follow_lines, follow_live
+
+        return await (follow_live(client, spec.name) if sys.stdout.isatty() else follow_lines(client, spec.name, print))
+
+    raise typer.Exit(with_client(work))
+
+
+@app.command("jobs")
+def list_jobs(as_json: Json = False) -> None:
+    """List the jobs there are and were."""
+    from relaunch.cli import jobs, tables
+
+    rows = with_client(lambda client, _: jobs.list_jobs(client))
+    print_json([tables.row(row) for row in rows]) if as_json else tables.print_jobs(rows, datetime.now(UTC))
+
+
+@app.command()
+def show(job: Job, as_json: Json = False) -> None:
+    """Show one job: where it is, why, and what comes next."""
+    from relaunch.cli import jobs, tables
+
+    now = with_client(lambda client, _: jobs.look(client, job))
+    view = tables.show_view(now, datetime.now(UTC))
+    print_json(view) if as_json else tables.print_show(view, now)
+
+
+@app.command("next")
+def next_(job: Job, as_json: Json = False) -> None:
+    """Say what happens next to a job, and when."""
+    from relaunch.cli import jobs, tables
+
+    view = tables.show_view(with_client(lambda client, _: jobs.look(client, job)), datetime.now(UTC))["next"]
+    print_json(view) if as_json else print(view["what"] + (f" at {view['at']}" if view["at"] else ""))
+
+
+@app.command()
+def history(job: Job, as_json: Json = False) -> None:
+    """Show every incident of a job, and what was decided."""
+
+    async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
+        from relaunch.cli import job_views, jobs
+
+        incidents, missing = await jobs.incidents(client, settings.task_queue, await jobs.look(client, job))
+        return [job_views.history_entry(incident) for incident in incidents], missing
+
+    from relaunch.cli import tables
+
+    entries, missing = with_client(work)
+    print_json(entries) if as_json else tables.print_history(job, entries)
+    if missing:
+        say(missing)
+
+
+@app.command()
+def follow(job: Job) -> None:
+    """Watch a job until it ends; exit with its exit code."""
+
+    async def work(client: Client, _: Settings) -> int:
+        from relaunch.cli.follow import follow_lines, follow_live
+
+        return await (follow_live(client, job) if sys.stdout.isatty() else follow_lines(client, job, print))
+
+    raise typer.Exit(with_client(work))
+
+
+@app.command()
+def logs(
+    job: Job,
+    rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    generation: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
+    tail: Annotated[int | None, typer.Option(min=0, help="Begin with the last so many lines of each rank.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until they end.")] = False,
+) -> None:
+    """Print what the ranks of one generation printed."""
+
+    async def work(client: Client, settings: Settings) -> None:
+        from relaunch.cli import logs as reading
+
+        await reading.print_job_logs(client, settings.task_queue, job, rank, generation, tail, follow, say)
+
+    with_client(work)
+
+
+@app.command()
+def stacks(
+    job: Job,
+    rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show where the ranks of a job are at the moment: Python's stacks where py-spy is on the node, else the kernel's."""
+
+    async def work(client: Client, settings: Settings) -> tuple[Stack, ...]:
+        from relaunch.cli import stacks as reading
+
+        return await reading.read(client, settings.task_queue, job, rank)
+
+    from relaunch.cli import stacks as printing
+
+    found = with_client(work)
+    print_json(printing.rows(found)) if as_json else print("\n".join(printing.lines(found)))
+
+
+@app.command()
+def cancel(job: Job, because: Because = "") -> None:
+    """Stop every rank of a job and end it as CANCELLED."""
+    from relaunch.cli import jobs
+
+    with_client(lambda client, _: jobs.cancel(client, job, because))
+    print(f"job {job} is being cancelled")
+
+
+@app.command()
+def retry(
+    job: Job,
+    because: Because = "",
+    avoid: Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that is not used again.")] = None,
+    renew_budgets: Annotated[bool, typer.Option("--renew-budgets", help="Forget what was spent.")] = False,
+) -> None:
+    """Launch a running job anew, or start one that has ended again with its history."""
+    from relaunch.cli import submit
+
+    print(with_client(lambda client, s: submit.retry(client, s.task_queue, job, because, tuple(avoid or ()), renew_budgets)))
+
+
+@app.command()
+def answer(
+    job: Job,
+    decision: Annotated[str, typer.Argument(metavar="approve|deny|snooze|take-over")],
+    because: Why,
+    within: Annotated[str | None, typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h.")] = None,
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.")
+    ] = None,
+) -> None:
+    """Answer what a job asks: approve or deny, be asked again later (snooze), or have relaunch do nothing more about it (take-over).
+    With --node, answer whoever wants that node of the job."""
+    from relaunch.cli import answers
+
+    print(with_client(lambda client, _: answers.for_job(client, job, decision, because, within, node)))
+
+
+@policy_app.command("presets")
+def presets() -> None:
+    """List the presets, and what each is."""
+    from relaunch.cli.policy_views import presets_lines
+
+    print("\n".join(presets_lines()))
+
+
+@policy_app.command("check")
+def check(file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
+    """Say whether a policy can be used."""
+    from relaunch.cli import policies
+
+    policies.read(file)
+    print(f"{file} can be used")
+
+
+@policy_app.command("explain")
+def explain_policy(
+    policy: PolicyName,
+    cause: Annotated[str | None, typer.Option(help="Only its ladder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw the ladders of a policy: what is tried, how often, and what follows."""
+    from relaunch.cli import policies, policy_views
+
+    known = policies.read(policy)
+    only = policies.parse_cause(cause) if cause else None
+    print_json(policy_views.policy_view(policy, known, only)) if as_json else print(
+        "\n".join(policy_views.policy_lines(policy, known, only))
+    )
+
+
+@policy_app.command("change")
+def change_policy(
+    job: Job,
+    because: Why,
+    file: Annotated[str | None, typer.Argument(metavar="FILE|PRESET")] = None,
+    values: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as max_restarts=12.")] = None,
+) -> None:
+    """Lay keys over the policy of a running job, from its next decision on."""
+    from relaunch.cli import policies
+
+    changes = policies.read_changes(file, values or [])
+    print("\n".join(with_client(lambda client, _: policies.change(client, job, changes, because))))
+
+
+@policy_app.command("replay")
+def replay_policy(
+    policy: PolicyName,
+    history: Annotated[str | None, typer.Option(metavar="JOB", help="On what this job has met.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run", metavar="RUN_ID", help="Of an earlier submission; default: the newest.")] = None,
+    events: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="On events that are written down.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a policy would have decided, and what was decided otherwise."""
+    from relaunch.cli import policies
+
+    if (history is None) == (events is None) or (run_id and events):
+        raise Mistake("policy replay: expected --history JOB [--run RUN_ID], or --events FILE.jsonl, and not both")
+    known = policies.read(policy)
+    if events is not None:
+        trial = policies.try_on_events(known, events)
+    else:
+        trial = with_client(lambda client, _: policies.try_on_history(client, str(history), known, run_id))
+    print_json(policies.trial_view(trial)) if as_json else print("\n".join(policies.trial_lines(trial)))
+    for note in trial.notes:
+        say(note)
+
+
+@app.command("explain")
+def explain_evidence(
+    kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
+    what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
+    exit_code: Annotated[int | None, typer.Option(help="With which dcgmi ended.")] = None,
+    policy: Annotated[str | None, typer.Option(metavar="FILE|PRESET", help="Its catalog counts; say what it does first.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a piece of evidence means: an Xid, an exit, what dcgmi printed, a rank's log, a kernel log."""
+    from relaunch.cli import explain
+
+    known = None
+    if policy is not None:
+        from relaunch.cli import policies
+
+        known = policies.read(policy)
+    explanation = explain.explain(kind, what, exit_code, known)
+    print_json(explain.view_of(explanation, known)) if as_json else print("\n".join(explain.lines_of(explanation, known, policy)))
+
+
+def main() -> int:
+    """Run the command line; a mistake is one sentence and exit code 2."""
+    try:
+        app(prog_name="relaunch")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except Mistake as mistake:
+        say(str(mistake))
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `relaunch jobs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        # The SDK is imported only by commands that use it.
+        service = sys.modules.get("temporalio.service")
+        if service is None or not isinstance(error, service.RPCError):
+            raise
+        say(f"the Temporal server did not do it: {error.message} ({error.status.name})")
+        return BAD_INPUT
+    return 0

@@ -1,0 +1,303 @@
+"""Reaches nodes from the command line, without a server or a worker: the one place where it does, for whoever has neither yet.
+
+It looks at nodes before they are used, and at their host keys. All that is done to a node later is for a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relaunch.config import Mistake
+from relaunch.spec.fleet import FleetNode, FleetSpec
+
+if TYPE_CHECKING:
+    from relaunch.backends.sessions import SessionBackend
+    from relaunch.backends.ssh.trust import HostKey
+
+AT_ONCE = 32
+"""Nodes that are looked at side by side: as many as the backend logs in to at once."""
+WITHIN = 20.0
+"""Seconds for a node to look at itself: NVML and two tools that may each hang."""
+GONE = 2.0
+"""Seconds after a logout in which what was started has to be gone if it is not to stay: logind stops a session's scope at once."""
+STAY = 60.0
+"""Seconds for which what was left behind listens, and as long again for every `AT_ONCE` nodes."""
+NOBODY: Mapping[str, Any] = {"left": None, "peer": None, "wait": 0.0}
+"""A question that costs the way there and back."""
+
+
+class Step(StrEnum):
+    """Where it ended with a node that could not be looked at."""
+
+    KEY = "key"
+    LOGIN = "login"
+    AGENT = "agent"
+    LOOK = "look"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one node showed."""
+
+    node: FleetNode
+    step: Step = Step.KEY
+    because: str = ""
+    """Why it went no further than `step`."""
+    key: HostKey | None = None
+    """None where nodes have none: they are on this machine."""
+    connected: float = 0.0
+    """Seconds until the agent had answered first."""
+    round_trip: float = 0.0
+    shipped: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The answer to `preflight`."""
+    probe: Mapping[str, Any] = field(default_factory=dict)
+    """The answer to `probe`, with the exchange of times."""
+    again: Mapping[str, Any] | None = None
+    """The answer to `meet`, in a login of its own; None: there was no second one, for the reason in `because`."""
+    neighbour: str = ""
+    """Whom it was to get through to."""
+
+    @property
+    def left(self) -> Mapping[str, Any]:
+        found = self.facts.get("left")
+        return found if isinstance(found, Mapping) and "pid" in found and found.get("started") is not None else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Nodes that were looked at together, and what with."""
+
+    spec: FleetSpec
+    file: Path
+    version: str
+    """Of the agent."""
+    seen: tuple[Seen, ...]
+
+
+def nodes_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[FleetNode, ...]:
+    """The nodes of these names, all where none is named.
+
+    Raises:
+        Mistake: one is not in the file, or the backend is of another kind.
+    """
+    if spec.backend == "ecs":
+        instead = f"expected `relaunch nodes check NODE --fleet {spec.name}`, which asks a running worker to look"
+        raise Mistake(f"{file}: container instances of ECS are not logged in to: {instead}")
+    if spec.backend not in ("local", "ssh"):
+        raise Mistake(f"{file}: nodes of the backend {spec.backend!r} are not reached from here: expected local or ssh")
+    known = {node.name: node for node in spec.nodes}
+    for name in names:
+        if name not in known:
+            raise Mistake(f"{file} has no node {name!r}: it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}")
+    return tuple(node for node in spec.nodes if node.name in names or not names)
+
+
+async def look_at(spec: FleetSpec, file: Path, names: Sequence[str], state: Path) -> Fleet:
+    """Connect to nodes side by side, ask each, log out, and see from a second login what that ended and who gets through to whom.
+
+    Raises:
+        Mistake: what the fleet file names cannot be used.
+    """
+    from relaunch.backends.artifact import build_agent
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE))
+    nodes = nodes_of(spec, file, names)
+    agent = build_agent(state / "agent")
+    gate = asyncio.Semaphore(AT_ONCE)
+    seen = tuple(Seen(node) for node in nodes)
+    stay = STAY * (1 + len(nodes) // AT_ONCE)
+
+    async def each(work: Callable[[Seen], Awaitable[None]]) -> None:
+        async def one(node: Seen) -> None:
+            async with gate:
+                await work(node)
+
+        await asyncio.gather(*(one(node) for node in seen))
+
+    backend = _open(spec, file, state, agent)
+    try:
+        if spec.backend == "ssh":
+            await _ask_for_keys(spec, each)
+        await each(lambda node: _first(backend, spec, node, stay))
+    finally:
+        await backend.close()
+    ring = [node for node in seen if node.left]
+    followers = dict(zip((node.node.name for node in ring), [*ring[1:], *ring[:1]], strict=True))
+    backend = _open(spec, file, state, agent)
+    try:
+        await each(lambda node: _second(backend, node, followers.get(node.node.name)))
+        # Only now: whoever is asked must be there until all have asked.
+        await each(lambda node: _end(backend, node))
+    finally:
+        await backend.close()
+    return Fleet(spec, file, agent.stem, seen)
+
+
+def _open(spec: FleetSpec, file: Path, state: Path, agent: Path) -> SessionBackend:
+    if spec.backend == "local":
+        from relaunch.backends.local import LocalBackend
+
+        return LocalBackend(spec, state, agent)
+    from relaunch.backends.ssh.backend import SshBackend
+
+    known = spec.ssh.known_hosts
+    if known is not None and not Path(known).expanduser().exists():
+        raise Mistake(f"{file}: ssh: known_hosts: {known} is not there: `relaunch nodes trust --file {file}` writes it")
+    try:
+        return SshBackend(spec, agent)
+    except ValueError as error:
+        raise Mistake(f"{file}: {error}") from None
+
+
+async def _first(backend: SessionBackend, spec: FleetSpec, seen: Seen, stay: float) -> None:
+    from relaunch.backends.base import BackendError
+
+    name = seen.node.name
+    if seen.because:
+        return
+    try:
+        seen.step = Step.LOGIN
+        began = time.monotonic()
+        await backend.meet(name, NOBODY, WITHIN)
+        seen.connected = time.monotonic() - began
+        seen.step = Step.LOOK
+        began = time.monotonic()
+        await backend.meet(name, NOBODY, WITHIN)
+        seen.round_trip = time.monotonic() - began
+        listen = backend.node(name).network or seen.node.address
+        seen.facts = await backend.preflight(name, {"listen": listen, "stay": stay, "gpus": seen.node.gpus > 0}, WITHIN)
+        sent = time.time()
+        seen.probe = await backend.probe(name, WITHIN, None)
+        seen.probe = {**seen.probe, "exchange": {"sent": sent, "received": time.time()}}
+        seen.step = Step.DONE
+    except BackendError as error:
+        seen.because = error.because
+        if spec.backend == "ssh":
+            _say_which(error, seen)
+    if spec.backend == "ssh":
+        seen.shipped = _shipped(backend, name)
+
+
+async def _ask_for_keys(spec: FleetSpec, each: Callable[[Callable[[Seen], Awaitable[None]]], Awaitable[None]]) -> None:
+    from relaunch.backends.base import Unreachable
+    from relaunch.backends.ssh.trust import Gates, host_key
+
+    gates = Gates()
+
+    async def ask(seen: Seen) -> None:
+        try:
+            seen.key = await host_key(spec, seen.node, gates)
+            seen.because = seen.key.because
+        except Unreachable as error:
+            seen.because = error.because
+        except ValueError as error:
+            seen.because = str(error)
+
+    await each(ask)
+
+
+def _say_which(error: Exception, seen: Seen) -> None:
+    from relaunch.backends.ssh.backend import NoAgent
+
+    if isinstance(error, NoAgent):
+        seen.step = Step.AGENT
+
+
+def _shipped(backend: SessionBackend, name: str) -> int:
+    from relaunch.backends.ssh.backend import SshBackend
+
+    return backend.shipped.get(name, 0) if isinstance(backend, SshBackend) else 0
+
+
+async def _second(backend: SessionBackend, seen: Seen, neighbour: Seen | None) -> None:
+    from relaunch.backends.base import BackendError
+
+    if seen.step is not Step.DONE:
+        return
+    order: dict[str, Any] = {"left": _identity(seen), "peer": None, "wait": GONE}
+    if neighbour is not None and neighbour is not seen:
+        seen.neighbour = neighbour.node.name
+        order["peer"] = {name: neighbour.left[name] for name in ("address", "port", "word")}
+    try:
+        seen.again = await backend.meet(seen.node.name, order, WITHIN)
+    except BackendError as error:
+        seen.because = error.because
+
+
+async def _end(backend: SessionBackend, seen: Seen) -> None:
+    from relaunch.backends.base import BackendError
+
+    if seen.again is not None and seen.left:
+        try:
+            await backend.meet(seen.node.name, {"left": _identity(seen), "peer": None, "wait": 0.0, "end": True}, WITHIN)
+        except BackendError:
+            return  # it ends by itself
+
+
+def _identity(seen: Seen) -> dict[str, int] | None:
+    return {"pid": int(seen.left["pid"]), "started": int(seen.left["started"])} if seen.left else None
+
+
+# --- host keys
+
+
+@dataclass(frozen=True, slots=True)
+class NoKey:
+    """A node that could not be asked for its host key."""
+
+    node: str
+    because: str
+
+
+async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[HostKey | NoKey, ...]:
+    """Ask nodes for their host keys, side by side. Nothing is sent to them but the exchange of keys.
+
+    Raises:
+        Mistake: the fleet has none, or what the fleet file names cannot be used.
+    """
+    from relaunch.backends.base import Unreachable
+    from relaunch.backends.ssh.route import ConfigError, check
+    from relaunch.backends.ssh.trust import Gates, host_key
+
+    if spec.backend != "ssh":
+        raise Mistake(f"{file}: nodes of the backend {spec.backend!r} have no host keys: expected the backend ssh")
+    nodes = nodes_of(spec, file, names)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE))
+    gate, gates = asyncio.Semaphore(AT_ONCE), Gates()
+
+    async def one(node: FleetNode) -> HostKey | NoKey:
+        async with gate:
+            try:
+                return await host_key(spec, node, gates)
+            except Unreachable as error:
+                return NoKey(node.name, error.because)
+
+    try:
+        # Not a known_hosts that is still to be written: that is what this is for.
+        check(spec.ssh.model_copy(update={"known_hosts": None, "key": None}), nodes)
+        return tuple(await asyncio.gather(*(one(node) for node in nodes)))
+    except ConfigError as error:
+        raise Mistake(f"{file}: {error}") from None
+
+
+def remember(key: HostKey) -> None:
+    """Write a key down that a person has vouched for.
+
+    Raises:
+        Mistake: the file cannot be written.
+    """
+    from relaunch.backends.ssh import trust
+
+    try:
+        trust.remember(key)
+    except OSError as error:
+        raise Mistake(f"{key.file} cannot be written: {error.strerror}") from None

@@ -1,0 +1,214 @@
+"""Writes a fleet file for an ECS cluster that is there: a node for each of its EC2 instances. It asks AWS from here, and changes nothing.
+
+What it prints is for a person to look at: who is a spare, and what a rank is run as, AWS does not say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from relaunch.cli.files import check_name
+from relaunch.config import Mistake
+from relaunch.fields import parse_name
+from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
+
+if TYPE_CHECKING:
+    from relaunch.backends.ecs.aws import Aws, AwsError
+
+AT_ONCE = 100
+"""Container instances or machines of one call: the most that ECS describes."""
+GONE = ("", "shutting-down", "terminated")
+"""States of EC2 that no instance comes back from. ECS keeps one that was terminated while it was stopped."""
+EC2 = "i-"
+"""How EC2's ids begin; those of ECS Anywhere begin with mi-."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A container instance that its cluster calls ACTIVE."""
+
+    arn: str
+    ec2_id: str
+    gpus: int
+    """That are registered with ECS."""
+    connected: bool
+    """Its ECS agent is."""
+    registered_at: float
+    tag: str
+    """EC2's tag `Name`; empty: it has none."""
+    state: str
+    """EC2's word; empty: EC2 does not know it."""
+
+
+def fleet_file(cluster: str, region: str | None, name: str, task_definition: str | None) -> str:
+    """Return the file.
+
+    Args:
+        cluster: Its name or ARN.
+        region: None: as boto3 finds it, unless the ARN has one.
+        name: Of the fleet.
+        task_definition: What a rank is run as; None: that is left to whoever reads the file.
+
+    Raises:
+        Mistake: the cluster cannot be listed, has no EC2 instance, or what was given cannot stand in a fleet file.
+    """
+    check_name("fleet", name)
+    task_definition = task_definition or None
+    _check(cluster, name, task_definition)
+    if region is None and cluster.startswith("arn:"):
+        region = cluster.split(":")[3] or None
+    nodes, left_out = sort_out(asyncio.run(_list(cluster, region)))
+    if not nodes:
+        why = f" ({'; '.join(left_out)})" if left_out else ""
+        raise Mistake(f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 instance{why}: expected at least one")
+    return _written(cluster, region or nodes[0].arn.split(":")[3], name, task_definition, nodes, left_out)
+
+
+def _check(cluster: str, name: str, task_definition: str | None) -> None:
+    """Refuse what a worker would refuse of the file, before AWS is asked."""
+    from relaunch.backends.ecs.options import options
+
+    ecs = EcsOptions(cluster=cluster, task_definition=task_definition)
+    try:
+        options(FleetSpec(name=name, backend="ecs", nodes=(FleetNode(name="any", address="i-00000000"),), ecs=ecs), {})
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+
+
+# --- what AWS says
+
+
+async def _list(cluster: str, region: str | None) -> list[Found]:
+    """Those that were registered first first."""
+    from relaunch.backends.ecs.aws import Aws, AwsError
+    from relaunch.backends.ecs.tasks import read_instance
+
+    aws = Aws(region)
+    try:
+        arns = await _pages(aws, "ecs", "ListContainerInstances", "containerInstanceArns", cluster=cluster, status="ACTIVE")
+        answers = [
+            await aws.call("ecs", "DescribeContainerInstances", cluster=cluster, containerInstances=arns[first : first + AT_ONCE])
+            for first in range(0, len(arns), AT_ONCE)
+        ]
+        instances = [read_instance(one) for answer in answers for one in answer.get("containerInstances") or ()]
+        machines: dict[str, tuple[str, str]] = {}
+        for first in range(0, len(instances), AT_ONCE):
+            # Not by InstanceIds: one that EC2 has forgotten would fail the whole call.
+            filters = [{"Name": "instance-id", "Values": [one.ec2_id for one in instances[first : first + AT_ONCE]]}]
+            for reservation in await _pages(aws, "ec2", "DescribeInstances", "Reservations", "NextToken", Filters=filters):
+                machines.update(_machine(one) for one in reservation.get("Instances") or ())
+    except AwsError as error:
+        raise Mistake(_cannot(cluster, region, error)) from None
+    finally:
+        await aws.close()
+    found = [
+        Found(one.arn, one.ec2_id, len(one.gpus), one.agent_connected, one.registered_at or 0.0, *machines.get(one.ec2_id, ("", "")))
+        for one in instances
+    ]
+    return sorted(found, key=lambda one: (one.registered_at, one.ec2_id, one.arn))
+
+
+async def _pages(aws: Aws, service: str, operation: str, key: str, token: str = "nextToken", **request: Any) -> list[Any]:
+    found: list[Any] = []
+    page: dict[str, str] = {}
+    while True:
+        answer = await aws.call(service, operation, **request, **page)
+        found += answer.get(key) or ()
+        if not answer.get(token):
+            return found
+        page = {token: answer[token]}
+
+
+def _machine(raw: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
+    """Its EC2 id, and its tag and state."""
+    tags = {str(tag.get("Key")): str(tag.get("Value") or "") for tag in raw.get("Tags") or ()}
+    return str(raw["InstanceId"]), (tags.get("Name", ""), str((raw.get("State") or {}).get("Name") or ""))
+
+
+def _cannot(cluster: str, region: str | None, error: AwsError) -> str:
+    from relaunch.backends.ecs.aws import Kind
+
+    what = f"ECS cluster {cluster!r} cannot be read: {error.because.rstrip('.')}"
+    if error.code == "ClusterNotFoundException":
+        return f"{what}: expected the name or ARN of a cluster of this account in {region or 'the region that boto3 finds (or --region)'}"
+    if error.kind is Kind.DENIED and not error.code:
+        return f"{what}: expected credentials where boto3 looks for them (AWS_PROFILE, AWS_ACCESS_KEY_ID, ~/.aws, a role of this machine)"
+    if error.kind is Kind.DENIED:
+        allowed = "ecs:ListContainerInstances, ecs:DescribeContainerInstances and ec2:DescribeInstances"
+        return f"{what}: expected credentials that may {allowed}"
+    if error.kind is Kind.REFUSED and not error.code and region is None:
+        return f"{what}: expected --region REGION, or AWS_DEFAULT_REGION"
+    return f"{what}: expected AWS to answer"
+
+
+# --- what is written
+
+
+def sort_out(found: Sequence[Found]) -> tuple[list[Found], list[str]]:
+    """Return each machine once, and why others are none."""
+    nodes: dict[str, Found] = {}
+    left_out = []
+    for one in found:
+        if not one.ec2_id.startswith(EC2):
+            left_out.append(f"{one.ec2_id or one.arn} is no EC2 instance")
+        elif one.state in GONE:
+            left_out.append(f"{one.ec2_id} is {one.state or 'not known to EC2'}")
+        elif one.ec2_id not in nodes or one.connected:
+            # An agent that lost its memory registers again, and its old registration stays, never connected.
+            nodes[one.ec2_id] = one
+    return list(nodes.values()), left_out
+
+
+def names(tags: Sequence[str]) -> tuple[str, ...]:
+    """Name nodes by their tags, where one can be a name and nobody else has it; else by number."""
+    how_often = Counter(tags)
+    taken = {tag for tag in tags if how_often[tag] == 1 and _is_name(tag)}
+    width = max(2, len(str(len(tags))))
+    numbered = (name for number in range(1, 2 * len(tags) + 1) if (name := f"gpu-{number:0{width}}") not in taken)
+    return tuple(tag if tag in taken else next(numbered) for tag in tags)
+
+
+def _is_name(tag: str) -> bool:
+    try:
+        parse_name(tag)
+    except ValueError:
+        return False
+    return True
+
+
+def _written(cluster: str, region: str, name: str, task_definition: str | None, nodes: Sequence[Found], left_out: Sequence[str]) -> str:
+    short = cluster.rpartition("/")[2]
+    lines = [f"# Nodes of ECS cluster {short}, by `relaunch nodes discover`.", *_plain({"name": name, "backend": "ecs"}), "nodes:"]
+    for one, called in zip(nodes, names([one.tag for one in nodes]), strict=True):
+        lines.append(f"  - {_flow({'name': called, 'address': one.ec2_id, 'gpus': one.gpus})}{_remark(one)}")
+    lines += [f"# left out: {because}" for because in left_out]
+    rank = {} if task_definition is None else {"task_definition": task_definition}
+    # The family that deploy/ecs/relaunch.yaml makes; whoever has another one writes it here.
+    ecs = {"cluster": cluster, "region": region, **rank, "node_task": f"relaunch-node-{short}"}
+    lines += ["ecs:", *(f"  {line}" for line in _plain(ecs))]
+    if task_definition is None:
+        lines.append("  # task_definition: FAMILY  what a rank is run as; a job file may say it instead")
+    lines.append("  # queue: URL, topic: ARN   outputs Queue and Topic of the stack that deploy/ecs/relaunch.yaml makes")
+    return "\n".join(lines) + "\n"
+
+
+def _remark(one: Found) -> str:
+    said = [f"EC2 says {one.state}"] if one.state != "running" else ["its ECS agent is not connected"] if not one.connected else []
+    said += ["no GPU of it is registered with ECS"] if not one.gpus else []
+    return f"  # {'; '.join(said)}" if said else ""
+
+
+def _plain(values: Mapping[str, Any]) -> list[str]:
+    import yaml
+
+    return str(yaml.safe_dump(dict(values), sort_keys=False, width=1000)).splitlines()
+
+
+def _flow(values: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=True, width=1000)).strip()

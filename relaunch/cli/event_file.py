@@ -1,0 +1,263 @@
+"""Reads a file of events, one JSON object a line, for `policy replay --events`. The format is docs/reference/events.md.
+
+What a line leaves out is filled in; what nobody can mean is refused, as a sentence with file and line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from relaunch.config import Mistake
+from relaunch.evidence.observations import Observation, RankExited, RanksVanished
+from relaunch.fields import parse_duration
+from relaunch.job import events
+from relaunch.job.replay import CURRENT, Step
+from relaunch.job.state import JobState, Slot
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Policy
+
+BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+"""Of a file that has only times from its start."""
+LONGEST = timedelta(days=3650)
+"""No job runs for ten years, and times must not end before the calendar does."""
+UNNAMED = {"name": "job", "command": ["train"]}
+WITHOUT_JOB = {**UNNAMED, "nodes": 2, "nproc_per_node": 8}
+
+BECAUSE = {"RanksHung": "training stands still", "NodeUnreachable": "no answer", "RepairEnded": "as written"}
+
+Line = dict[str, Any]
+
+
+def _members(union: Any) -> dict[str, type]:
+    return {one.__name__: one for one in typing.get_args(typing.get_args(union)[0])}
+
+
+OBSERVATIONS = _members(Observation)
+# A changed policy is no event of the world: the one that is tried is on the command line.
+EVENTS = {kind: one for kind, one in _members(events.Event).items() if one not in (events.PolicyChanged, events.IncidentsArchived)}
+_ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
+
+
+@dataclass(frozen=True)
+class EventFile:
+    spec: JobSpec
+    start: datetime
+    steps: tuple[Step, ...]
+    absolute: bool
+    """Some line has a time of day: times are shown as such, not as durations from the start."""
+
+    def job(self, policy: Policy) -> JobState:
+        return JobState("default", self.spec.name, 1, self.spec, policy, "", self.start)
+
+
+def read_events(path: Path, policy: Policy) -> EventFile:
+    """Read a file of events. The policy says how long a node was silent where a line does not.
+
+    Raises:
+        Mistake: a line cannot be used.
+    """
+    lines = list(_lines(path))
+    if not lines:
+        raise Mistake(f'{path}:1: the file is empty: expected an event a line, such as {{"at": "5m", "kind": "RankExited", …}}')
+    spec = JobSpec.model_validate(WITHOUT_JOB)
+    if "job" in lines[0][1]:
+        spec = _job(*lines[0])
+        lines = lines[1:]
+    times = [_time(where, line) for where, line in lines]
+    first = next((time for time in times if isinstance(time, datetime)), None)
+    start = first or BEGINNING
+    steps: list[Step] = []
+    before = ""
+    for (where, line), time in zip(lines, times, strict=True):
+        at = start + time if isinstance(time, timedelta) else time
+        if steps and at < steps[-1].at:
+            raise Mistake(
+                f"{where}: at: {line['at']} is before {before}, the time of the line above: lines stand in the order of their times"
+            )
+        before = line["at"]
+        steps.append(Step(at, _event(where, line, at, spec, policy)))
+    return EventFile(spec, start, tuple(steps), first is not None)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Line]]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise Mistake(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise Mistake(f"{path} is not a text file: expected one JSON object a line") from None
+    for number, raw in enumerate(text.splitlines(), start=1):
+        if not raw.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            line = json.loads(raw)
+        except ValueError as error:
+            raise Mistake(f"{where}: not JSON: {error}") from None
+        if not isinstance(line, dict):
+            raise Mistake(f'{where}: {raw.strip()[:60]!r} is no JSON object: expected one, such as {{"at": "5m", "kind": …}}')
+        yield where, line
+
+
+def _job(where: str, line: Line) -> JobSpec:
+    if len(line) > 1 or not isinstance(line["job"], dict):
+        raise Mistake(f"{where}: job: expected an object with keys of a job file, and nothing beside it")
+    try:
+        return JobSpec.model_validate({**UNNAMED, **line["job"]})
+    except ValidationError as error:
+        raise Mistake(f"{where}: job.{_explain(error)}") from None
+
+
+def _time(where: str, line: Line) -> datetime | timedelta:
+    written = line.get("at")
+    expected = "expected a duration from the start such as 5m, or a time such as 2026-01-01T12:00:00Z"
+    if "job" in line:
+        raise Mistake(f"{where}: job: only the first line describes the job")
+    if written is None:
+        raise Mistake(f"{where}: at: missing, {expected}")
+    if isinstance(written, str) and re.match(r"\d{4}-", written):
+        try:
+            at = datetime.fromisoformat(written)
+        except ValueError:
+            raise Mistake(f"{where}: at: {written!r} is no time: {expected}") from None
+        if not 1970 <= at.year <= 2200:
+            raise Mistake(f"{where}: at: {written!r} is no time that a job ran at: {expected}")
+        return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
+    try:
+        after = parse_duration(written)
+    except ValueError as error:
+        raise Mistake(f"{where}: at: {error}") from None
+    except OverflowError:
+        after = None
+    if not isinstance(after, timedelta) or after > LONGEST:
+        raise Mistake(f"{where}: at: {written!r} is no time: {expected}")
+    return after
+
+
+def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) -> events.Event:
+    kind = line.get("kind")
+    if not isinstance(kind, str | None):
+        raise Mistake(f"{where}: kind: {kind!r} is no word")
+    written = {key: value for key, value in line.items() if key not in ("at", "kind")}
+    if kind in OBSERVATIONS:
+        observation = _observation(where, {"kind": kind, **written}, at, spec)
+        return _made(where, {"kind": "FaultObserved", "observations": [observation]}, at, policy)
+    if kind not in EVENTS:
+        known = (*EVENTS, *OBSERVATIONS)
+        near = difflib.get_close_matches(str(kind), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+        raise Mistake(f"{where}: kind: missing, {hint}" if kind is None else f"{where}: kind: {kind!r} is unknown, {hint}")
+    if kind in ("ProgressSeen", "StepReached"):
+        kind = "ProgressSeen"  # that the step was waited for follows from it
+    if kind == "FaultObserved" and isinstance(written.get("observations"), list):
+        written["observations"] = [_observation(where, each, at, spec) for each in written["observations"]]
+    if kind == "NodesAcquired" and isinstance(names := written.pop("nodes", None), list):
+        written["slots"] = [dataclasses.asdict(Slot(str(name), str(name), started=1)) for name in names]
+    if kind == "NodesExamined" and isinstance(found := written.get("examined"), dict):
+        written["examined"] = [{"node": node, "verdict": verdict, "because": "as written"} for node, verdict in found.items()]
+    return _made(where, {"kind": kind, **written}, at, policy)
+
+
+def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
+    if not isinstance(written, dict) or str(written.get("kind")) not in OBSERVATIONS:
+        raise Mistake(f"{where}: observations: each is an object whose kind is one of {', '.join(OBSERVATIONS)}")
+    kind = OBSERVATIONS[written["kind"]]
+    if isinstance(written.get("error"), str):
+        written = {**written, "error": {"message": written["error"]}}
+    if kind is RankExited and "exit_code" not in written and "signal" not in written:
+        raise Mistake(f"{where}: exit_code: missing, expected it or signal")
+    rank = written.get("rank")
+    defaults = {
+        "at": at,
+        "local_rank": rank % spec.ranks_per_node if isinstance(rank, int) else 0,
+        "exit_code": None,
+        "signal": None,
+        "why": "isolated",
+        "because": "the ranks are gone and nobody saw how" if kind is RanksVanished else "nobody could be asked",
+    }
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    _refuse_unknown(where, written, list(fields))
+    values = {**{key: value for key, value in defaults.items() if key in fields}, **written}
+    _refuse_missing(where, values, fields)
+    return values
+
+
+def _made(where: str, written: Line, at: datetime, policy: Policy) -> events.Event:
+    kind = EVENTS[written["kind"]]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    defaults: Mapping[str, Any] = {
+        "generation": CURRENT,
+        "at": at,
+        "opened_at": at,
+        "stopped_at": at,
+        "started_at": at,
+        "more": 0,
+        "by": "",
+        "because": "" if "by" in fields else BECAUSE.get(written["kind"], "no reason given"),
+        "ranks": [],
+        "unreachable": [],
+        "started": False,
+        "may_start_within": timedelta(0),
+        "unheard_for": policy.timeouts.lost_after,
+        "outcome": "done",
+        "strategy": "REBOOT_NODE",  # of a repair that goes on: what is repaired is known then
+    }
+    if kind is events.RepairEnded:
+        defaults = {**defaults, "nodes": []}
+    known = [key for key in fields if key != "kind"]
+    _refuse_unknown(where, written, [*known, "kind"])
+    values = {**{key: value for key, value in defaults.items() if key in fields}, **written}
+    for key in ("unheard_for", "may_start_within"):
+        values = _duration(where, values, key)
+    if isinstance(values.get("silent"), dict):
+        values["silent"] = [(node, _duration(where, {"silent": span}, "silent")["silent"]) for node, span in values["silent"].items()]
+    _refuse_missing(where, values, fields)
+    try:
+        return _ANY_EVENT.validate_python(values)
+    except ValidationError as error:
+        raise Mistake(f"{where}: {_explain(error, written['kind'])}") from None
+
+
+def _duration(where: str, values: Line, key: str) -> Line:
+    if not isinstance(values.get(key), str):
+        return values
+    try:
+        return {**values, key: parse_duration(values[key])}
+    except (ValueError, OverflowError) as error:
+        raise Mistake(f"{where}: {key}: {error}") from None
+
+
+def _refuse_missing(where: str, values: Line, fields: Mapping[str, dataclasses.Field[Any]]) -> None:
+    for key, field in fields.items():
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if key not in values and not has_default:
+            raise Mistake(f"{where}: {key}: missing in {values['kind']}")
+
+
+def _refuse_unknown(where: str, written: Line, known: list[str]) -> None:
+    for key in written:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"{written['kind']} has {', '.join(one for one in known if one != 'kind')}"
+            raise Mistake(f"{where}: {key}: unknown key, {hint}")
+
+
+def _explain(error: ValidationError, kind: str = "") -> str:
+    first = error.errors()[0]
+    # The member of a union that was tried is in the location: not a word that anybody wrote.
+    parts = [str(part) for part in first["loc"] if part not in (kind, *OBSERVATIONS)]
+    path = ".".join(parts[2:] if parts[:1] == ["observations"] and len(parts) > 2 else parts)
+    what = first["msg"].removeprefix("Value error, ")
+    got = "" if first["type"] in ("value_error", "missing", "extra_forbidden") else f" (got {first['input']!r})"
+    return f"{path}: {what}{got}"

@@ -1,0 +1,243 @@
+"""Explains one piece of evidence: an Xid, an exit, a DCGM report, a log, a kernel log. Only reads; a job is not needed.
+
+What a job makes of several pieces together is `diagnose`'s, and is on the job's page.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relaunch.cli.policy_views import WIDTH, first, first_rung
+from relaunch.config import Mistake
+from relaunch.evidence.catalog import Catalog, catalog
+from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
+from relaunch.evidence.findings import Finding, Role
+from relaunch.spec.policy import Policy
+
+KINDS = ("xid", "exit", "dcgm", "log", "kernel")
+NO_CAUSE = "nothing in it names a cause"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding, and the line it was read from where that is known."""
+
+    finding: Finding
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    found: tuple[Found, ...]
+    cause: Cause | None
+    because: str
+    more: dict[str, Any]
+    """Keys of the JSON that only this kind of evidence has."""
+    head: tuple[str, ...] = ()
+    """Lines for people before the findings."""
+    foot: tuple[str, ...] = ()
+    verdict: str | None = None
+
+
+def read_lines(path: str) -> list[str]:
+    """Read a file, or standard input for `-`. Bytes that are no text are shown as such: logs are cut anywhere.
+
+    Raises:
+        Mistake: it cannot be read.
+    """
+    return read_text(path).splitlines()
+
+
+def read_text(path: str) -> str:
+    if path == "-":
+        return sys.stdin.buffer.read().decode(errors="replace")
+    try:
+        return Path(path).read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise Mistake(f"{path} cannot be read: {error.strerror}") from None
+
+
+def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) -> Explanation:
+    """Explain evidence of one kind.
+
+    Raises:
+        Mistake: there is no such kind, or what is given cannot be read.
+    """
+    if exit_code is not None and kind != "dcgm":
+        raise Mistake(f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended")
+    match kind:
+        case "xid":
+            return explain_xid(what, policy)
+        case "exit":
+            return explain_exit(what, policy)
+        case "dcgm":
+            return explain_dcgm(what, exit_code, policy)
+        case "log":
+            return explain_log(what, policy)
+        case "kernel":
+            return explain_kernel(what, policy)
+    raise Mistake(f"explain: {kind!r} is no kind of evidence: one of {', '.join(KINDS)}")
+
+
+def explain_xid(word: str, policy: Policy | None) -> Explanation:
+    if not word.isascii() or not word.isdigit():
+        raise Mistake(f"explain xid: {word!r} is no number: expected one such as 79")
+    tables = _catalog(policy)
+    row = tables.xids.get(int(word))
+    if row is None:
+        raise Mistake(f"Xid {int(word)} is in no table of ours: as evidence it is a symptom and names no cause")
+    finding = Finding("kernel", f"Xid {row.code}", row.role, row.meaning, row.cause)
+    nvidia = {"mnemonic": row.mnemonic, "description": row.description, "action": row.action, "investigate": row.investigate}
+    head = [f"Xid {row.code}  {row.mnemonic}".rstrip()]
+    if row.description:
+        head += _entry("  NVIDIA   ", row.description)
+    if row.action or row.investigate:
+        head += _entry("           ", "; ".join(f"{k}: {v}" for k, v in (("at once", row.action), ("then", row.investigate)) if v))
+    head += _entry("  relaunch ", f"{_cause(finding)}: {row.meaning}")
+    if row.note:
+        head += _entry("  note     ", row.note)
+    if rules := tuple(rule for rule in tables.nvlink if rule.xid == row.code):
+        units = ", ".join(dict.fromkeys(rule.unit for rule in rules))
+        head += _entry("  decoded  ", f"by what the line itself says, {len(rules)} ways: {units}; `explain kernel` reads the line")
+    more = {"nvidia": nvidia, "note": row.note}
+    return Explanation((Found(finding),), row.cause, row.meaning, more, tuple(head))
+
+
+def explain_exit(word: str, policy: Policy | None) -> Explanation:
+    from relaunch.evidence.catalog.signals import SIGNALS
+    from relaunch.evidence.exits import read_exit
+
+    signal = next((number for number, name in SIGNALS.items() if word.upper() in (name, name.removeprefix("SIG"))), None)
+    if signal is None and not (word.isascii() and word.isdigit() and int(word) <= 255):
+        raise Mistake(f"explain exit: {word!r} is no exit: expected a code from 0 to 255, or a signal such as SIGSEGV")
+    code = None if signal is not None else int(word)
+    finding = read_exit(code, signal, stopped=False, kernel=(), pid=None, catalog=_catalog(policy))
+    head = _entry(f"{finding.code}  ", f"{_cause(finding)}: {finding.because}")
+    foot = []
+    if finding.code in ("SIGKILL", "exit 137"):
+        foot = _entry("", "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.")
+    return Explanation((Found(finding),), finding.cause, finding.because, {}, tuple(head), tuple(foot))
+
+
+def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Explanation:
+    from relaunch.evidence.dcgm import read_diag
+
+    examination = read_diag(read_text(path), exit_code, _catalog(policy).dcgm)
+    cause = next((finding.cause for finding in examination.findings if finding.role is Role.ROOT), None)
+    version = f"DCGM {examination.version}" if examination.version else "DCGM of an unknown version"
+    tests = f"{examination.tests_run} test{'' if examination.tests_run == 1 else 's'} run"
+    head = [f"{examination.verdict}  {version}, {tests}", *_entry("  ", f"{examination.advice}: {examination.because}")]
+    more = {"advice": str(examination.advice), "version": examination.version, "tests_run": examination.tests_run}
+    found = tuple(Found(finding) for finding in examination.findings)
+    return Explanation(found, cause, examination.because, more, tuple(head), verdict=str(examination.verdict))
+
+
+def explain_log(path: str, policy: Policy | None) -> Explanation:
+    from relaunch.evidence.exits import read_log
+
+    return _of_lines(path, policy, read_log)
+
+
+def explain_kernel(path: str, policy: Policy | None) -> Explanation:
+    from relaunch.evidence.kernel_log import read_kernel_log
+
+    return _of_lines(path, policy, read_kernel_log)
+
+
+def _of_lines(path: str, policy: Policy | None, read: Callable[[Iterable[str], Catalog], tuple[Finding, ...]]) -> Explanation:
+    tables = _catalog(policy)
+    lines = read_lines(path)
+    numbers = [number for number, line in enumerate(lines, start=1) if read((line,), tables)]
+    findings = read([lines[number - 1] for number in numbers], tables)
+    # Each line that says something by itself gives one finding; where a reader ever joins lines, better no numbers than wrong ones.
+    known = numbers if len(numbers) == len(findings) else [None] * len(findings)
+    found = tuple(Found(finding, number) for finding, number in zip(findings, known, strict=True))
+    root = _root(found)
+    lines_read = f"{len(lines)} line{'' if len(lines) == 1 else 's'}"
+    head = (f"{lines_read} read, {len(found)} of them evidence", "") if found else (f"{lines_read} read",)
+    if root is None:
+        return Explanation(found, None, NO_CAUSE, {}, head)
+    return Explanation(found, root.finding.cause, root.finding.because, {}, head)
+
+
+def _root(found: tuple[Found, ...]) -> Found | None:
+    """As a job reads it: the gravest hardware root, else the first root, else the first symptom that points somewhere."""
+    roots = [one for one in found if one.finding.role is Role.ROOT]
+    hardware = [one for one in roots if one.finding.cause in HARDWARE_CAUSES]
+    if hardware:
+        return min(hardware, key=lambda one: HARDWARE_CAUSES.index(one.finding.cause or Cause.UNKNOWN))
+    symptoms = (one for one in found if one.finding.role is Role.SYMPTOM and one.finding.cause)
+    return roots[0] if roots else next(symptoms, None)
+
+
+def lines_of(explanation: Explanation, policy: Policy | None, source: str | None) -> list[str]:
+    """An explanation for people. `source` is the policy as it was named."""
+    lines = list(explanation.head)
+    if explanation.verdict is not None or not _of_one(explanation):
+        root = _root(explanation.found)
+        for one in explanation.found:
+            marker = "→" if one is root else " "
+            where = f"line {one.line}  " if one.line is not None else ""
+            finding = one.finding
+            text = finding.because if finding.because.startswith(finding.code) else f"{finding.code}: {finding.because}"
+            if finding.cause and one.finding.role in (Role.ROOT, Role.SYMPTOM):
+                text = f"{finding.cause}: {text}"
+            lines += _entry(f"{marker} {where}{finding.role:<12} ", text)
+        if explanation.verdict is None:
+            lines += ["", *_entry("", f"{explanation.cause}: {explanation.because}" if explanation.cause else explanation.because)]
+    lines += explanation.foot
+    if policy is not None and explanation.cause is not None:
+        lines += ["", *_entry(f"{source} first: ", first_rung(policy, explanation.cause, _code(explanation)))]
+    return lines
+
+
+def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
+    """The same for scripts."""
+    view: dict[str, Any] = {"verdict": explanation.verdict} if explanation.verdict is not None else {}
+    view["cause"] = str(explanation.cause) if explanation.cause else None
+    view["findings"] = [
+        {
+            "source": one.finding.source,
+            "code": one.finding.code,
+            "role": str(one.finding.role),
+            "cause": str(one.finding.cause) if one.finding.cause else None,
+            "because": one.finding.because,
+            "gpu": one.finding.gpu,
+            "pid": one.finding.pid,
+            "line": one.line,
+        }
+        for one in explanation.found
+    ]
+    view["because"] = explanation.because
+    view |= explanation.more
+    if policy is not None:
+        view["first"] = str(first(policy, explanation.cause, _code(explanation)).strategy) if explanation.cause else None
+    return view
+
+
+def _of_one(explanation: Explanation) -> bool:
+    """An Xid or an exit: the head says it all."""
+    return len(explanation.found) == 1 and explanation.found[0].line is None
+
+
+def _code(explanation: Explanation) -> str:
+    root = _root(explanation.found)
+    return root.finding.code if root is not None else next((one.finding.code for one in explanation.found), "")
+
+
+def _cause(finding: Finding) -> str:
+    role = {Role.ROOT: "a root", Role.SYMPTOM: "a symptom", Role.CASCADE: "a cascade"}.get(finding.role, f"{finding.role}")
+    return f"{finding.cause}, {role}" if finding.cause else role
+
+
+def _catalog(policy: Policy | None) -> Catalog:
+    return catalog() if policy is None else catalog(policy.catalog)
+
+
+def _entry(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)

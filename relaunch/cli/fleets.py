@@ -1,0 +1,327 @@
+"""Reads what a fleet knows, and sends it what people say. Every refusal is a `Mistake`: one sentence, nothing sent.
+
+Whoever asks first begins the fleet, unless the worker has no fleet file of that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from temporalio.client import ActivityFailureError, Client, WorkflowExecutionStatus, WorkflowQueryFailedError, WorkflowQueryRejectedError
+from temporalio.common import RetryPolicy, WorkflowIDConflictPolicy
+from temporalio.exceptions import TimeoutError as ActivityTimeout
+from temporalio.service import RPCError, RPCStatusCode
+
+from relaunch.cli.client import whoami
+from relaunch.cli.files import check_name
+from relaunch.cli.job_views import names
+from relaunch.cli.jobs import ACTIVITY_WITHIN, QUERY_WITHIN, list_jobs, look, signal_open
+from relaunch.config import Mistake
+from relaunch.evidence.fields import text
+from relaunch.messages.fleets import FleetFile, FleetInput
+from relaunch.messages.jobs import FLEET_ID_PREFIX, ReportMessage
+from relaunch.pool.facts import Applied
+from relaunch.pool.state import FleetState, NodeLook, NodeRecord, Standing
+
+WORKFLOW = "Fleet"
+TASK_TIMEOUT = timedelta(seconds=10)
+"""As whoever else begins a fleet has it: a worker that has just started reads thousands of looks before it can answer."""
+READ_WITHIN = timedelta(seconds=10)
+"""For a worker to take that up and to read a file: milliseconds, but one that was started with `up` a moment ago needs some seconds."""
+LOOKED_WITHIN = 15.0
+"""Seconds from a fleet's beginning: a worker gives a node that does not answer up on the way, and one that is slow has ten."""
+SHOWN_WITHIN = 10.0
+"""Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes settles in a fifth of one."""
+LOOKED_AT_ONCE = 16
+LOOK_WITHIN = timedelta(seconds=40)
+"""For a worker to ask a node that may not answer."""
+LONGEST_BY = 80
+"""Letters that a fleet keeps of a name."""
+POLL = 0.2
+"""Seconds: what a large fleet knows is a megabyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of what a person said."""
+
+    fleet: FleetState
+    shown: bool
+    news: tuple[str, ...] = ()
+    """What the fleet has noted meanwhile: where it has not understood, this says why."""
+
+
+async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
+    """Return what a fleet knows. One that nobody has needed yet is begun, and read once it has looked at its nodes.
+
+    Raises:
+        Mistake: no worker answers, or it has no such fleet.
+    """
+    check_name("fleet", fleet)
+    if not await _runs(client, fleet):
+        await read_file(client, task_queue, fleet)
+        await client.start_workflow(
+            WORKFLOW,
+            FleetInput(fleet),
+            id=f"{FLEET_ID_PREFIX}{fleet}",
+            task_queue=task_queue,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            task_timeout=TASK_TIMEOUT,
+            static_summary=f"fleet {fleet}: who gets which nodes, and what is repaired"[:200],
+        )
+    state, _ = await _until(client, fleet, _has_looked, LOOKED_WITHIN)
+    if not state.nodes:
+        await read_file(client, task_queue, fleet)  # says what there is instead
+        raise Mistake(f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again")
+    return state
+
+
+async def _runs(client: Client, fleet: str) -> bool:
+    try:
+        described = await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}").describe()
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+        return False
+    return described.status == WorkflowExecutionStatus.RUNNING
+
+
+def _has_looked(state: FleetState) -> bool:
+    return state.applied and all(node.look is not None for node in state.nodes)
+
+
+async def _query(client: Client, fleet: str) -> FleetState:
+    try:
+        handle = client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}")
+        state: FleetState = await handle.query("state", result_type=FleetState, rpc_timeout=QUERY_WITHIN)
+    except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
+        raise Mistake(f"fleet {fleet} cannot say what it knows: {error}; see {FLEET_ID_PREFIX}{fleet} in the web UI") from None
+    except RPCError as error:
+        if error.status in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED, RPCStatusCode.FAILED_PRECONDITION):
+            raise _no_worker(fleet) from None
+        raise
+    return state
+
+
+def _no_worker(fleet: str) -> Mistake:
+    return Mistake(f"no worker answers for fleet {fleet}: start one (`relaunch up`, or `relaunch-worker`) and say it again")
+
+
+async def _until(client: Client, fleet: str, met: Callable[[FleetState], bool], within: float) -> tuple[FleetState, bool]:
+    deadline = time.monotonic() + within
+    while not met(state := await _query(client, fleet)):
+        if time.monotonic() > deadline:
+            return state, False
+        await asyncio.sleep(POLL)
+    return state, True
+
+
+async def read_file(client: Client, task_queue: str, fleet: str) -> Applied:
+    """Return the fleet file as a worker has it.
+
+    Raises:
+        Mistake: no worker answers, or it has no such file.
+    """
+    try:
+        file: FleetFile = await client.execute_activity(
+            "read_fleet",
+            check_name("fleet", fleet),
+            id=f"read_fleet/{fleet}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=FleetFile,
+            schedule_to_close_timeout=READ_WITHIN,
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            summary=f"the file of fleet {fleet}, for {whoami()}",
+        )
+    except ActivityFailureError as error:
+        if not isinstance(error.cause, ActivityTimeout):
+            raise Mistake(f"the file of fleet {fleet} cannot be read: {error.cause or error}") from None
+        raise _no_worker(fleet) from None
+    if file.applied is None:
+        raise Mistake(file.wrong)
+    return file.applied
+
+
+def node_of(fleet: FleetState, name: str) -> NodeRecord:
+    """Return what is known of a node.
+
+    Raises:
+        Mistake: the fleet has none of that name.
+    """
+    check_name("node", name)
+    for record in fleet.nodes:
+        if record.name == name:
+            return record
+    known = [record.name for record in fleet.nodes]
+    near = difflib.get_close_matches(name, known, n=3) or known
+    raise Mistake(f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}")
+
+
+async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
+    """Return the nodes that a fleet gives to no job, by name. None where it does not run: then it keeps none."""
+    if not await _runs(client, fleet):
+        return {}
+    state = await _query(client, fleet)
+    return {record.name: record for record in state.nodes if record.standing is not Standing.IN_SERVICE}
+
+
+async def quarantine(client: Client, task_queue: str, fleet: str, node: str, because: str, drain: bool, within: str | None) -> Answer:
+    """Keep a node from jobs until somebody releases it. With `drain`, whoever has it has to leave it, `within` a duration."""
+    who = whoami()
+    before = await read(client, task_queue, fleet)
+    old = node_of(before, node)
+
+    def shown(state: FleetState) -> bool:
+        record = _find(state, node)
+        return (
+            record is not None
+            and (record.standing, record.by) == (Standing.QUARANTINED, text(who, LONGEST_BY))
+            and record.since != old.since
+            and (record.drain is not None or not drain)
+        )
+
+    message = {"node": node, "because": because, "by": who, "drain": drain}
+    return await _tell(client, before, "quarantine", {**message, "within": within} if within else message, shown)
+
+
+async def release(client: Client, task_queue: str, fleet: str, node: str, because: str) -> Answer:
+    """Vouch for a node: jobs may have it again."""
+
+    before = await read(client, task_queue, fleet)
+    old = node_of(before, node)
+
+    def shown(state: FleetState) -> bool:
+        record = _find(state, node)
+        return record is not None and record.standing is Standing.IN_SERVICE and record.drain is None and record.since != old.since
+
+    return await _tell(client, before, "release", {"node": node, "because": because, "by": whoami()}, shown)
+
+
+async def declare_dead(client: Client, task_queue: str, node: str, because: str, force: bool) -> tuple[str, ...]:
+    """Tell every running job that may have ranks on a node that nothing runs there any more, and every fleet
+    that keeps the node for a job which has ended; return who was told, for people.
+
+    Raises:
+        Mistake: neither a running job nor a fleet has to do with the node, or it answers and `force` is not given.
+    """
+    check_name("node", node)
+    gate = asyncio.Semaphore(LOOKED_AT_ONCE)
+    fleets: dict[str, str] = {}
+
+    async def concerned(name: str) -> tuple[str, bool | None]:
+        async with gate:
+            state = (await look(client, name)).state
+        if state is None:
+            return name, None
+        fleets[name] = state.spec.fleet
+        return name, node in (*(slot.node for slot in state.slots), *state.maybe_alive, *state.lost_names)
+
+    running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
+    answers = await asyncio.gather(*(concerned(name) for name in running))
+    told = tuple(name for name, is_concerned in answers if is_concerned)
+    keeping = await _fleets_that_keep(client, node)
+    if not force:
+        for fleet in sorted({*(fleets[name] for name in told), *keeping}):
+            await _check_silent(client, task_queue, fleet, node)
+    for name in told:
+        # The node was asked just now, or the person knows better: the job need not have missed it for long.
+        await signal_open(client, name, "report", ReportMessage(node=node, because=because, by=whoami(), force=True))
+    for fleet in keeping:
+        message = {"node": node, "because": because, "by": whoami()}
+        await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}").signal("declare_dead", message)
+    everybody = (*told, *(f"fleet {fleet}" for fleet in keeping))
+    if silent := [name for name, is_concerned in answers if is_concerned is None]:
+        told_now = ", ".join(everybody) or "no job"
+        raise Mistake(f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again")
+    if not everybody:
+        raise Mistake(f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent")
+    return everybody
+
+
+async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
+    """Return the running fleets that keep a node for ranks which a job or a submission that has ended may have there."""
+    found = []
+    async for execution in client.list_workflows(f"WorkflowType = '{WORKFLOW}' AND ExecutionStatus = 'Running'"):
+        fleet = execution.id.removeprefix(FLEET_ID_PREFIX)
+        state = await _query(client, fleet)
+        kept = (place.node for record in state.claims for place in (record.places if record.closed else record.inherited))
+        if node in kept:
+            found.append(fleet)
+    return tuple(found)
+
+
+async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) -> None:
+    """Ask a node whether it answers.
+
+    Raises:
+        Mistake: it does, or no worker could ask it.
+    """
+    try:
+        [seen] = await client.execute_activity(
+            "look_at_nodes",
+            {"fleet": fleet, "nodes": [node]},
+            id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=tuple[NodeLook, ...],
+            schedule_to_close_timeout=LOOK_WITHIN,
+            heartbeat_timeout=ACTIVITY_WITHIN,
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            summary=f"whether {node} answers, for {whoami()}",
+        )
+    except ActivityFailureError as error:
+        raise Mistake(
+            f"node {node}: no worker could ask it whether it is dead ({error.cause or error}); --force declares it dead"
+        ) from None
+    if not seen.silent:
+        jobs = ", ".join(sorted({f"job {one.job}" for one in seen.living}))
+        lives = f"ranks of {jobs} live there" if jobs else "no rank lives there"
+        raise Mistake(
+            f"node {node} answered just now, and {lives}: it is not declared dead, for ranks there would go on "
+            "beside new ones. Power it off or cut its network first; --force declares it dead all the same"
+        )
+
+
+async def pause(client: Client, task_queue: str, fleet: str, because: str) -> Answer:
+    before = await read(client, task_queue, fleet)
+    return await _tell(client, before, "pause", {"because": because, "by": whoami()}, lambda state: bool(state.breaker.paused))
+
+
+async def resume(client: Client, task_queue: str, fleet: str, because: str) -> Answer:
+    def shown(state: FleetState) -> bool:
+        return not state.breaker.is_open and not state.breaker.paused
+
+    before = await read(client, task_queue, fleet)
+    return await _tell(client, before, "resume", {"because": because, "by": whoami()}, shown)
+
+
+async def apply(client: Client, task_queue: str, fleet: str, because: str) -> tuple[FleetState, Applied, Answer]:
+    """Have the fleet read its worker's file again; return what it knew before, the file, and what it knows now."""
+    before = await read(client, task_queue, fleet)
+    file = await read_file(client, task_queue, fleet)
+
+    def shown(state: FleetState) -> bool:
+        nodes = tuple(node.spec for node in state.nodes if not node.gone)
+        return (state.repairs, state.limits, sorted(nodes, key=lambda node: node.name)) == (
+            file.repairs,
+            file.limits,
+            sorted(file.nodes, key=lambda node: node.name),
+        )
+
+    return before, file, await _tell(client, before, "apply", {"because": because, "by": whoami()}, shown)
+
+
+async def _tell(client: Client, before: FleetState, signal: str, message: Mapping[str, Any], shown: Callable[[FleetState], bool]) -> Answer:
+    await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}").signal(signal, dict(message))
+    now, done = await _until(client, before.name, shown, SHOWN_WITHIN)
+    return Answer(now, done, tuple(notice for notice in now.notices if notice not in before.notices))
+
+
+def _find(fleet: FleetState, name: str) -> NodeRecord | None:
+    return next((record for record in fleet.nodes if record.name == name), None)

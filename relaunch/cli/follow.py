@@ -1,0 +1,230 @@
+"""Watches a job until it ends: a live view on a terminal, plain lines elsewhere, and the job's own output for `run`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from temporalio.client import Client, WorkflowFailureError
+
+from relaunch.cli import job_views, jobs, logs
+from relaunch.job.state import Incident, JobState, Phase
+from relaunch.messages.jobs import JobResult
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LOOK_EVERY = 0.4
+"""Seconds. A look that finds nothing new is one read of the server, without the worker."""
+LAST_LOGS_WITHIN = 15.0
+"""Seconds that the logs of an ended job may still take."""
+
+Say = Callable[[str], None]
+
+
+async def watch(client: Client, name: str) -> AsyncIterator[jobs.Look]:
+    """Yield the job as it is, again whenever something about it has changed; last when it has ended."""
+    run = await jobs.describe(client, name)
+    handle = client.get_workflow_handle(run.id, run_id=run.run_id, result_type=JobResult)
+    ended = asyncio.create_task(_ended(handle))
+    now: jobs.Look | None = None
+    try:
+        while True:
+            newer = await jobs.look(client, name, now)
+            if newer != now:
+                yield newer
+            now = newer
+            if not now.open and ended.done():
+                return
+            await asyncio.wait({ended}, timeout=LOOK_EVERY)
+    finally:
+        ended.cancel()
+
+
+async def _ended(handle: Any) -> None:
+    try:
+        await handle.result()
+    except WorkflowFailureError:
+        return
+
+
+class Narrator:
+    """Says what has changed since the last look, a line each."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._phase = ""
+        self._generation = 0
+        self._told: dict[datetime, int] = {}
+        self._closed: set[datetime] = set()
+        self._notices: tuple[str, ...] = ()
+        self._first = True
+
+    def tell(self, now: jobs.Look) -> None:
+        state = now.state
+        if state is None:
+            if now.phase != self._phase:
+                self._say(f"{now.phase}: {now.memo.get('because', 'no worker answers')}")
+            self._phase = now.phase
+            return
+        if self._first:
+            # What a job had met before we came is history, not news.
+            self._closed.update(incident.opened for incident in state.incidents)
+            self._first = False
+        for incident in state.incidents:
+            if incident.opened not in self._closed:
+                self._decisions(incident)
+                self._closed.add(incident.opened)
+                if not state.phase.is_final:
+                    self._say(f"incident closed after {_lasted(incident):.1f} s: {incident.outcome or 'recovered'}")
+        if state.incident:
+            self._decisions(state.incident)
+        for notice in state.notices:
+            if notice not in self._notices:
+                self._say(notice)
+        self._notices = state.notices
+        if (state.phase, state.generation) != (self._phase, self._generation) and not state.phase.is_final:
+            generation = f"generation {state.generation} " if state.generation else ""
+            self._say(f"{generation}{state.phase}: {state.because}")
+        self._phase, self._generation = str(state.phase), state.generation
+
+    def _decisions(self, incident: Incident) -> None:
+        if incident.opened not in self._told:
+            where = f" on {job_views.names(list(incident.nodes))}" if incident.nodes else ""
+            self._say(f"incident in generation {incident.generation}: {incident.cause}{where}: {incident.because}")
+            self._told[incident.opened] = 0
+        for decision in incident.decisions[self._told[incident.opened] :]:
+            self._say(f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: {decision.because}")
+        self._told[incident.opened] = len(incident.decisions)
+
+
+def _lasted(incident: Incident) -> float:
+    return ((incident.closed or incident.opened) - incident.opened).total_seconds()
+
+
+def closing_line(now: jobs.Look) -> tuple[str, int]:
+    """Return what to say of a job that has ended, and its exit code."""
+    state = now.state
+    if state is None or not state.phase.is_final:
+        return f"job {now.name} ended as {now.status} without a result: it was ended from outside, ranks may still run", 1
+    text = f"job {now.name} {state.phase}: {state.because}"
+    last = state.incidents[-1] if state.incidents else None
+    if state.phase is Phase.FAILED and last is not None:
+        text += f"\n  root cause: {last.cause}: {last.because}"
+        text += "".join(f"\n  | {line}" for line in last.traceback.rstrip().splitlines())
+    code = state.exit_code if state.exit_code is not None else 0 if state.phase is Phase.SUCCEEDED else 1
+    return text, code
+
+
+async def follow_lines(client: Client, name: str, say: Say) -> int:
+    """Plain lines until the job ends; return its exit code."""
+    narrator = Narrator(say)
+    now: jobs.Look | None = None
+    async for now in watch(client, name):
+        narrator.tell(now)
+    assert now is not None
+    text, code = closing_line(now)
+    say(text)
+    return code
+
+
+async def follow_live(client: Client, name: str) -> int:
+    """A live view until the job ends; return its exit code."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    now: jobs.Look | None = None
+    with Live(console=console, auto_refresh=False) as live:
+        narrator = Narrator(lambda line: live.console.print(line, style="dim", markup=False, highlight=False))
+        async for now in watch(client, name):
+            narrator.tell(now)
+            live.update(render(now, datetime.now(UTC)), refresh=True)
+    assert now is not None
+    text, code = closing_line(now)
+    console.print(text, style="bold", markup=False, highlight=False)
+    return code
+
+
+def render(now: jobs.Look, at: datetime) -> RenderableType:
+    from rich.panel import Panel
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    if now.state is None:
+        rows = [("phase", f"{now.phase}: {now.memo.get('because', '')}"), ("", "no worker answers: this is the last that is known")]
+    else:
+        view = job_views.show(now.state, now.watch, at)
+        rows = [line_to_row(line) for line in job_views.show_lines({**view, "incident": None})[1:]]
+        if now.watch and now.watch.unreachable:
+            rows.append(("no answer", job_views.names(list(now.watch.unreachable))))
+        if now.state.incident:
+            incident = now.state.incident
+            rows.append(("open", f"{incident.cause} in generation {incident.generation}: {incident.because}"))
+    for left, right in rows:
+        table.add_row(left, right.replace("[", "\\["))
+    return Panel(table, title=now.name, title_align="left")
+
+
+def line_to_row(line: str) -> tuple[str, str]:
+    word, _, rest = line.partition(" ")
+    return word, rest.strip()
+
+
+async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say) -> int:
+    """Print what all ranks of every generation print, and what relaunch does, until the job ends; return its exit code."""
+    narrator = Narrator(say)
+    reader = LogReader(client, task_queue, say)
+    reading = asyncio.create_task(reader.run())
+    now: jobs.Look | None = None
+    try:
+        async for now in watch(client, name):
+            narrator.tell(now)
+            if now.state is not None:
+                reader.see(now.state)
+        reader.finish()
+        await asyncio.wait({reading}, timeout=LAST_LOGS_WITHIN)
+    finally:
+        reading.cancel()
+    assert now is not None
+    text, code = closing_line(now)
+    say(text)
+    return code
+
+
+class LogReader:
+    """Prints generation after generation; one that nobody has seen running, too: it may have failed between two looks."""
+
+    def __init__(self, client: Client, task_queue: str, say: Say) -> None:
+        self._client, self._task_queue, self._say = client, task_queue, say
+        self._queue: asyncio.Queue[logs.Generation | None] = asyncio.Queue()
+        self._world_size = 1
+        self._queued = 0
+        self._newest = 0
+        self._finished = False
+
+    def see(self, state: JobState) -> None:
+        self._world_size = state.spec.world_size
+        self._newest = state.generation
+        last = state.generation if state.launched_at is not None or state.phase.is_final else state.generation - 1
+        if state.slots:
+            for number in range(self._queued + 1, last + 1):
+                self._queue.put_nowait(logs.generation_of(state, number))
+            self._queued = max(self._queued, last)
+
+    def finish(self) -> None:
+        self._finished = True
+        self._queue.put_nowait(None)
+
+    async def run(self) -> None:
+        while (where := await self._queue.get()) is not None:
+            number = where.number
+
+            def over(number: int = number) -> bool:
+                return self._finished or self._newest > number
+
+            await logs.print_logs(self._client, self._task_queue, where, logs.Printer(self._world_size), self._say, over)

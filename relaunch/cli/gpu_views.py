@@ -1,0 +1,72 @@
+"""The GPUs of a node as they were read last: in a cell, in a remark, in lines and as JSON. Pure: values in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from relaunch.cli.job_views import age
+from relaunch.pool.inventory import UNKNOWN, Inventory, used_by
+from relaunch.pool.state import NodeRecord, Standing
+
+
+def model(inventory: Inventory | None) -> str:
+    """Such as: H100 80GB HBM3."""
+    return ", ".join(name.removeprefix("NVIDIA ") for name in inventory.model.split(", ")) if inventory else ""
+
+
+def cell(record: NodeRecord, used: int) -> str:
+    """Such as: 2/8 x H100 80GB HBM3."""
+    if not record.spec.gpus:
+        return "-"
+    kind = model(record.inventory)
+    return f"{used}/{record.spec.gpus}" + (f" x {kind}" if kind else "")
+
+
+def remarks(record: NodeRecord) -> list[str]:
+    """What of its GPUs relaunch does not give to jobs, and why."""
+    if record.inventory is None or not record.spec.gpus:
+        return []
+    if record.inventory.unreadable:
+        return [f"GPUs unreadable: {record.inventory.unreadable}"]
+    # A suspect has it as its reason.
+    lacks = record.short if record.standing is Standing.IN_SERVICE else ""
+    return [part for part in (lacks, used_by(record.strangers)) if part]
+
+
+def as_json(record: NodeRecord, iso: str | None) -> dict[str, Any] | None:
+    """The key `inventory`; `iso` is when it was read."""
+    found = record.inventory
+    if found is None:
+        return None
+    return {
+        "model": found.model,
+        "answering": found.count,
+        "memory": found.memory,
+        "memory_used": [None if used == UNKNOWN else used << 20 for used in found.memory_used],
+        "driver": found.driver,
+        "nvml": found.nvml,
+        "used": [{"gpus": list(use.gpus), "who": use.who} for use in found.used],
+        "lost": list(found.lost),
+        "unreadable": found.unreadable or None,
+        "read_at": iso,
+    }
+
+
+def lines(record: NodeRecord, jobs: Mapping[int, Sequence[str]], now: datetime) -> list[str]:
+    """For `nodes show`; `jobs` says who has each GPU by its claim."""
+    found = record.inventory
+    if found is None or not record.spec.gpus:
+        return []
+    when = f"read {age(now - record.read_at)} ago" if record.read_at else "read before something was done to the node"
+    if found.unreadable:
+        return [f"gpus        GPUs unreadable: {found.unreadable}; {when}"]
+    versions = f"driver {found.driver or 'unknown'}, NVML {found.nvml or 'unknown'}"
+    told = [f"gpus        {found.count} x {model(found) or 'unknown'}, {found.memory >> 20} MiB each; {versions}; {when}"]
+    told += [f"lost        {lost}" for lost in found.lost]
+    for index, used in enumerate(found.memory_used):
+        if used != UNKNOWN:
+            who = [*(f"job {job}" for job in jobs.get(index, ())), *(use.who for use in found.used if index in use.gpus)]
+            told.append(f"gpu {index:<7} {used} of {found.memory >> 20} MiB used" + (f"; {', '.join(who)}" if who else ""))
+    return told

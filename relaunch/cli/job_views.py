@@ -1,0 +1,242 @@
+"""What a job's state looks like to people and scripts. Pure: values in, plain mappings and lines out.
+
+The keys of `show` and `history_entry` are a promise: scripts rely on them; add, never rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from relaunch.job.drain import what_next
+from relaunch.job.ladder import launches_in_vain, used_budgets
+from relaunch.job.state import Incident, JobState
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The newest word of whoever watches the ranks: the heartbeat details of the pending `watch_ranks`."""
+
+    generation: int | None = None
+    step: int | None = None
+    at: str | None = None
+    rate: float | None = None
+    """Steps a second."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    reachable: int | None = None
+    unreachable: tuple[str, ...] = ()
+    checkpoint: int | None = None
+    """The step of the newest finished one."""
+    stalled: tuple[str, ...] = ()
+    """Nodes where the exit of a rank may not be told."""
+
+
+def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
+    """Read heartbeat details leniently: one mapping per shard, by a worker that may be older or newer than we are."""
+    if not details:
+        return None
+    reported = [d for d in details if isinstance(d.get("step"), int)]
+    slowest = min(reported, key=lambda d: int(d["step"])) if reported else details[0]
+    saved = [int(d["checkpoint"]) for d in details if isinstance(d.get("checkpoint"), int)]
+    counts = [d["reachable"] for d in details if isinstance(d.get("reachable"), int)]
+    rate, values = slowest.get("rate"), slowest.get("values")
+    return Watch(
+        generation=slowest.get("generation"),
+        step=slowest.get("step"),
+        at=slowest.get("at"),
+        rate=float(rate) if isinstance(rate, int | float) else None,
+        values={str(k): float(v) for k, v in values.items() if isinstance(v, int | float)} if isinstance(values, Mapping) else {},
+        reachable=sum(counts) if counts else None,
+        unreachable=tuple(node for d in details for node in d.get("unreachable") or ()),
+        checkpoint=min(saved, default=None),
+        stalled=tuple(node for d in details for node in d.get("stalled") or ()),
+    )
+
+
+def budgets(state: JobState, now: datetime) -> dict[str, Any]:
+    """Return what was spent and what is allowed; `causes` has the ladders of causes that have been met since the last renewal."""
+    policy = state.policy
+    used = used_budgets(state, now)
+    met = {t.cause for t in state.tries} | ({state.incident.cause} if state.incident else set())
+    return {
+        "max_restarts": {"spent": state.restarts_spent, "limit": policy.max_restarts},
+        "no_progress": {"spent": state.flat_generations, "limit": policy.no_progress_stop},
+        "launches_in_vain": {"spent": launches_in_vain(state), "limit": policy.no_progress_ask},
+        "causes": {
+            str(cause): [
+                {
+                    "strategy": str(rung.strategy),
+                    "when": [str(verdict) for verdict in rung.when],
+                    "codes": list(rung.codes),
+                    "used": max((u.used for u in used if u.cause is cause and u.rung is rung), default=0) if rung.tries else None,
+                    "allowed": rung.tries,
+                    "by": {u.where: u.used for u in used if u.cause is cause and u.rung is rung and u.where},
+                    "window": rung.window.total_seconds() if rung.window is not None else None,
+                }
+                for rung in policy.ladder(cause)
+            ]
+            for cause in sorted(met)
+        },
+    }
+
+
+def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
+    incident = state.incident
+    shown = incident or (state.incidents[-1] if state.incidents else None)
+    return {
+        "name": state.name,
+        "phase": str(state.phase),
+        "generation": state.generation,
+        "nodes": [slot.node for slot in state.slots],
+        "ranks": (len(state.slots) or state.spec.node_count) * state.spec.ranks_per_node,
+        "size": {"nodes": len(state.slots), "min": state.spec.fewest_nodes, "max": state.spec.node_count, "because": state.fewer or None},
+        "progress": _progress(state, watch),
+        "budgets": budgets(state, now),
+        "incidents": state.incidents_archived + len(state.incidents) + (1 if incident else 0),
+        "because": state.because,
+        "next": {"what": what_next(state), "at": _iso(state.next.at)},
+        "incident": history_entry(shown) if shown else None,
+        "lost": list(state.lost_names),
+        "stalled": list(watch.stalled) if watch is not None else [],
+        "leaving": [
+            {"node": one.node, "by": one.by, "because": one.because, "until": _iso(one.until), "denied": one.denied or None}
+            for one in state.leaving
+        ],
+        "avoided": [{"node": a.node, "because": a.because, "at": _iso(a.at)} for a in state.avoided],
+        "notices": list(state.notices),
+        "policy_changes": [{"at": _iso(c.at), "by": c.by, "because": c.because, "keys": list(c.keys)} for c in state.policy_changes],
+        "submitted": {"by": state.submitted_by, "at": _iso(state.submitted_at)},
+        "ended": _iso(state.ended_at),
+        "exit_code": state.exit_code,
+    }
+
+
+def _progress(state: JobState, watch: Watch | None) -> dict[str, Any] | None:
+    if watch is not None and watch.step is not None and watch.generation in (None, state.generation):
+        return {"step": watch.step, "at": watch.at, "rate": watch.rate, "values": dict(watch.values), "checkpoint": watch.checkpoint}
+    return {"step": state.progress.step, "at": _iso(state.progress.at)} if state.progress else None
+
+
+def history_entry(incident: Incident) -> dict[str, Any]:
+    def since(moment: datetime | None) -> float | None:
+        return None if moment is None else (moment - incident.opened).total_seconds()
+
+    return {
+        "opened": _iso(incident.opened),
+        "closed": _iso(incident.closed),
+        "generation": incident.generation,
+        "cause": str(incident.cause),
+        "nodes": list(incident.nodes),
+        "because": incident.because,
+        "decisions": [
+            {"at": _iso(d.at), "decision": d.decision, "strategy": d.strategy, "because": d.because, "spent": d.spent, "left": d.left}
+            for d in incident.decisions
+        ],
+        "times": {name: since(getattr(incident, name)) for name in ("detected", "decided", "stopped", "launched", "recovered")},
+        "ranks": list(incident.ranks),
+        "gpus": list(incident.gpus),
+        "code": incident.code,
+        "certainty": str(incident.certainty),
+        "reached": incident.reached,
+        "outcome": incident.outcome,
+        "dropped_decisions": incident.dropped_decisions,
+        "traceback": incident.traceback,
+        "faults": [
+            {
+                "at": _iso(fault.at),
+                "generation": fault.generation,
+                "cause": str(fault.cause),
+                "nodes": list(fault.nodes),
+                "gpus": list(fault.gpus),
+                "code": fault.code,
+                "reason": fault.reason,
+                "withdrawn": fault.withdrawn or None,
+            }
+            for fault in incident.faults
+        ],
+        "dropped_faults": incident.dropped_faults,
+    }
+
+
+def show_lines(view: Mapping[str, Any]) -> list[str]:
+    """`show` for people."""
+    progress, next_ = view["progress"], view["next"]
+    lines = [
+        f"job         {view['name']}",
+        f"phase       {view['phase']}: {view['because']}",
+        f"next        {next_['what']}" + (f" at {next_['at']}" if next_["at"] else ""),
+        f"generation  {view['generation']} with {view['ranks']} ranks on {names(view['nodes']) or 'no nodes yet'}",
+        *([f"fewer       {view['size']['because']}"] if view["size"]["because"] else []),
+        f"progress    {progress_text(progress)}",
+        f"budgets     {budget_text(view['budgets'])}",
+        f"incidents   {view['incidents']}",
+    ]
+    if view["lost"]:
+        lines.append(f"lost        {names(view['lost'])}")
+    if view["stalled"]:
+        why = "its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
+        lines.append(f"stalled     {names(view['stalled'])}: {why}")
+    lines += [f"avoided     {a['node']}: {a['because']}" for a in view["avoided"]]
+    lines += [f"notice      {notice}" for notice in view["notices"]]
+    if view["incident"]:
+        lines += ["", "incident still open" if view["incident"]["closed"] is None else "last incident"]
+        lines += history_lines(view["incident"])
+    return lines
+
+
+def history_lines(entry: Mapping[str, Any]) -> list[str]:
+    """One incident for people."""
+    where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
+    lines = [f"{entry['opened']}  generation {entry['generation']}  {entry['cause']}{where}: {entry['because']}"]
+    for fault in entry["faults"][1:]:
+        on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
+        lines.append(f"    {fault['at']}  further fault in generation {fault['generation']}: {fault['cause']}{on}: {fault['reason']}")
+    if entry["dropped_faults"]:
+        lines.append(f"    {entry['dropped_faults']} more faults in between are not kept")
+    for decision in entry["decisions"]:
+        strategy = f" {decision['strategy']}" if decision["strategy"] else ""
+        spent = " (one restart spent)" if decision["spent"] else ""
+        lines.append(f"    {decision['at']}  {decision['decision']}{strategy}: {decision['because']}{spent}")
+    times = ", ".join(f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None)
+    lines.append(f"    after it opened: {times or 'nothing yet'}")
+    lines.append(f"    closed {entry['closed']}: {entry['outcome'] or ''}".rstrip(": ") if entry["closed"] else "    open")
+    lines += [f"    | {line}" for line in entry["traceback"].rstrip().splitlines()]
+    return lines
+
+
+def progress_text(progress: Mapping[str, Any] | None) -> str:
+    if progress is None:
+        return "not reported"
+    rate = f", {progress['rate']:.3g} steps/s" if progress.get("rate") is not None else ""
+    values = "".join(f", {name} {value:.4g}" for name, value in (progress.get("values") or {}).items())
+    saved = f", checkpoint {progress['checkpoint']}" if progress.get("checkpoint") is not None else ""
+    return f"step {progress['step']}{rate}{values}{saved}"
+
+
+def budget_text(view: Mapping[str, Any]) -> str:
+    parts = [
+        f"{view['max_restarts']['spent']} of {view['max_restarts']['limit']} restarts",
+        f"{view['no_progress']['spent']} of {view['no_progress']['limit']} without progress",
+    ]
+    for cause, rungs in view["causes"].items():
+        parts += [f"{cause} {r['strategy']} {r['used']} of {r['allowed']}" for r in rungs if r["allowed"] is not None and r["used"]]
+    return ", ".join(parts)
+
+
+def names(items: list[str]) -> str:
+    """At most eight names, the rest counted."""
+    return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
+
+
+def age(span: timedelta) -> str:
+    seconds = int(span.total_seconds())
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{max(seconds, 0)}s"
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat().replace("+00:00", "Z")

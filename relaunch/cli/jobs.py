@@ -1,0 +1,187 @@
+"""Looks at jobs, and sends them what people say. Every refusal is a `Mistake`: one sentence, nothing changed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from temporalio.client import (
+    ActivityFailureError,
+    Client,
+    WorkflowExecutionDescription,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
+)
+from temporalio.service import RPCError, RPCStatusCode
+
+from relaunch.cli.client import GENERATION, PHASE, WORKFLOW, whoami
+from relaunch.cli.files import check_name
+from relaunch.cli.job_views import Watch, merge_watches
+from relaunch.config import Mistake
+from relaunch.job.state import Incident, JobState
+from relaunch.messages.jobs import WORKFLOW_ID_PREFIX, CancelMessage, JobResult, ReportMessage, RetryMessage
+from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
+
+QUERY_WITHIN = timedelta(seconds=5)
+"""A live worker answers in milliseconds, one that replays a long history in a second or two; without one nobody ever does."""
+ACTIVITY_WITHIN = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A job as it is now, and who says so."""
+
+    name: str
+    run_id: str
+    open: bool
+    status: str
+    """Temporal's word."""
+    history_length: int
+    state: JobState | None
+    source: str
+    """`worker`, `result`, or `memo` when nobody could be asked."""
+    memo: Mapping[str, Any]
+    watch: Watch | None = None
+
+    @property
+    def phase(self) -> str:
+        return str(self.state.phase) if self.state else str(self.memo.get("phase", self.status))
+
+
+def handle_of(client: Client, name: str) -> WorkflowHandle[Any, Any]:
+    return client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{check_name('job', name)}")
+
+
+async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
+    try:
+        return await handle_of(client, name).describe()
+    except RPCError as error:
+        if error.status == RPCStatusCode.NOT_FOUND:
+            raise Mistake(f"no job {name!r} in namespace {client.namespace}: `relaunch jobs` lists those there are") from None
+        raise
+
+
+async def look(client: Client, name: str, known: Look | None = None) -> Look:
+    """Look at a job. With `known`, whoever watches it is asked anew, the workflow only if something has happened in it since."""
+    described = await describe(client, name)
+    is_open = described.status == WorkflowExecutionStatus.RUNNING
+    length = described.raw_description.workflow_execution_info.history_length
+    state: JobState | None
+    if known and known.state and (known.run_id, known.history_length, known.open) == (described.run_id, length, is_open):
+        state, source = known.state, known.source
+    else:
+        state, source = await _state(client, described)
+    return Look(
+        name=name,
+        run_id=described.run_id,
+        open=is_open,
+        status=described.status.name if described.status else "UNKNOWN",
+        history_length=length,
+        state=state,
+        source=source,
+        memo=await described.memo(),
+        watch=merge_watches(await _heartbeats(client, described)) if is_open else None,
+    )
+
+
+async def _state(client: Client, described: WorkflowExecutionDescription) -> tuple[JobState | None, str]:
+    handle = client.get_workflow_handle(described.id, run_id=described.run_id, result_type=JobResult)
+    if described.status == WorkflowExecutionStatus.COMPLETED:
+        try:
+            result: JobResult = await handle.result(follow_runs=False)
+            return result.state, "result"
+        except WorkflowFailureError:
+            pass
+    try:
+        return await handle.query("state", result_type=JobState, rpc_timeout=QUERY_WITHIN), "worker"
+    except (WorkflowQueryFailedError, WorkflowQueryRejectedError):
+        return None, "memo"
+    except RPCError as error:
+        if error.status in (
+            RPCStatusCode.DEADLINE_EXCEEDED,
+            RPCStatusCode.CANCELLED,
+            RPCStatusCode.FAILED_PRECONDITION,
+            RPCStatusCode.INVALID_ARGUMENT,
+            RPCStatusCode.NOT_FOUND,
+        ):
+            return None, "memo"
+        raise
+
+
+async def _heartbeats(client: Client, described: WorkflowExecutionDescription) -> list[Mapping[str, Any]]:
+    details: list[Mapping[str, Any]] = []
+    for pending in described.raw_description.pending_activities:
+        if pending.activity_type.name == "watch_ranks" and pending.heartbeat_details.payloads:
+            values = await client.data_converter.decode(list(pending.heartbeat_details.payloads))
+            details += [value for value in values[:1] if isinstance(value, Mapping)]
+    return details
+
+
+async def incidents(client: Client, task_queue: str, now: Look) -> tuple[list[Incident], str | None]:
+    """Return all incidents of a job, oldest first, and a sentence when some could not be read."""
+    if now.state is None:
+        raise Mistake(f"job {now.name}: no worker answers and its last run left no result, so its incidents cannot be read: start a worker")
+    state = now.state
+    kept = [*state.incidents, *([state.incident] if state.incident else [])]
+    if state.incidents_archived == 0:
+        return kept, None
+    try:
+        archived = await client.execute_activity(
+            "read_incidents",
+            ReadIncidentsInput(client.namespace, now.name),
+            id=f"read_incidents/{now.name}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=ReadIncidentsOutput,
+            start_to_close_timeout=ACTIVITY_WITHIN,
+            schedule_to_close_timeout=ACTIVITY_WITHIN,
+            summary=f"history of {now.name}",
+        )
+    except ActivityFailureError:
+        return kept, f"{state.incidents_archived} older incidents are in the worker's archive, and no worker answers"
+    opened = {incident.opened for incident in kept}
+    return [*(incident for incident in archived.incidents if incident.opened not in opened), *kept], None
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    phase: str
+    generation: int | None
+    submitted: datetime
+    ended: datetime | None
+    status: str
+
+
+async def list_jobs(client: Client) -> list[Row]:
+    """The newest run of every job, newest first."""
+    newest: dict[str, Row] = {}
+    async for run in client.list_workflows(f'WorkflowType = "{WORKFLOW}"'):
+        name = run.id.removeprefix(WORKFLOW_ID_PREFIX)
+        before = newest.get(name)
+        if run.status == WorkflowExecutionStatus.CONTINUED_AS_NEW or (before and before.submitted >= run.start_time):
+            continue
+        status = run.status.name if run.status else "UNKNOWN"
+        ended_badly = status in ("TERMINATED", "TIMED_OUT", "FAILED")  # the workflow itself could not say so any more
+        phase = status if ended_badly else run.typed_search_attributes.get(PHASE) or status
+        newest[name] = Row(name, phase, run.typed_search_attributes.get(GENERATION), run.start_time, run.close_time, status)
+    return sorted(newest.values(), key=lambda row: row.submitted, reverse=True)
+
+
+async def cancel(client: Client, name: str, because: str) -> None:
+    await signal_open(client, name, "cancel", CancelMessage(because=because, by=whoami()))
+
+
+async def signal_open(client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage) -> None:
+    try:
+        await handle_of(client, name).signal(signal, message)
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+        now = await look(client, name)
+        raise Mistake(f"job {name} has ended ({now.phase}): {signal} is for jobs that run") from None

@@ -1,0 +1,252 @@
+"""A fleet as a whole, one node with all that is known of it, and what a fleet file would change. Pure: values in, lines out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from relaunch.cli import gpu_views
+from relaunch.cli.job_views import age, names
+from relaunch.cli.node_views import (
+    STATES,
+    Tenant,
+    count,
+    health,
+    health_text,
+    iso,
+    jobs_on,
+    node_state,
+    reason,
+    repair_ids,
+    rows,
+    since_text,
+    tenants,
+)
+from relaunch.evidence.findings import Verdict
+from relaunch.fields import duration
+from relaunch.pool.facts import Applied
+from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord
+from relaunch.spec.fleet import FleetLimits, FleetNode
+
+Spec = TypeVar("Spec", FleetNode, FleetLimits)
+
+
+def fleet_notes(state: FleetState, now: datetime) -> list[str]:
+    """What is true of the fleet as a whole and that a person who looks at its nodes has to know. Empty: nothing is out of the ordinary."""
+    breaker, resume = state.breaker, f"`relaunch nodes resume --fleet {state.name} --because …`"
+    notes = []
+    if breaker.is_open:
+        notes.append(f"the breaker is open{since_text(breaker.since, now)}, so nothing is granted or repaired: {breaker.because}; {resume}")
+    if breaker.paused:
+        notes.append(f"repairs are paused{since_text(breaker.paused_since, now)} by {breaker.paused}; {resume}")
+    if state.awaited:
+        notes.append(f"the fleet was started anew and asks what they hold: {names(list(state.awaited))}")
+    for record in _waiting(state):
+        claim = record.claim
+        more = f" to {claim.most}" if claim.nodes < claim.up_to else ""
+        wanted = f"{claim.job} waits for {claim.nodes}{more} node{'s' * (claim.up_to != 1)}"
+        notes.append(f"{wanted}{since_text(record.waiting_since, now)}: {record.said or 'it has just asked'}")
+    for record in state.claims:
+        claim = record.claim
+        if claim.more_at is not None and claim.more_at > now:
+            notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on")
+        elif claim.more_at is not None:
+            notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them")
+    notes += [f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.because}" for request in state.requests]
+    return notes
+
+
+def _waiting(state: FleetState) -> list[ClaimRecord]:
+    return [record for record in state.claims if record.waits and record.claim.nodes]
+
+
+def fleet_view(state: FleetState) -> dict[str, Any]:
+    """`nodes show --json` without a node: the fleet itself."""
+    breaker, limits, every = state.breaker, state.limits, rows(state)
+    return {
+        "name": state.name,
+        "repairs": state.repairs,
+        "limits": {
+            "repairs_at_once": limits.repairs_at_once,
+            "nodes_out": limits.nodes_out,
+            "reboots_per_hour": limits.reboots_per_hour,
+            "replacement_wait": limits.replacement_wait.total_seconds(),
+            "leave_within": limits.leave_within.total_seconds(),
+        },
+        "breaker": {
+            "open": breaker.is_open,
+            "because": breaker.because or None,
+            "since": iso(breaker.since),
+            "paused": breaker.paused or None,
+            "paused_since": iso(breaker.paused_since),
+        },
+        "nodes": {word: sum(one["state"] == word for one in every) for word in STATES},
+        "waiting": [
+            {"job": r.claim.job, "nodes": r.claim.nodes, "gpus": r.claim.gpus, "since": iso(r.waiting_since), "because": r.said}
+            for r in _waiting(state)
+        ],
+        "requests": [{"repair": r.workflow, "node": r.node, "step": r.step, "because": r.because} for r in state.requests],
+        "reboots": [iso(at) for at in state.reboots],
+        "awaited": list(state.awaited or ()),
+        "offers": [
+            {"job": one.job, "nodes": [place.node for place in one.places], "until": iso(one.until)} for one in state.offers if one.places
+        ],
+        "notices": list(state.notices),
+    }
+
+
+def fleet_lines(state: FleetState, now: datetime) -> list[str]:
+    limits, view = state.limits, fleet_view(state)
+    counts = ", ".join(f"{count} {word}" for word, count in view["nodes"].items() if count)
+    of = len(state.nodes)
+    return [
+        f"fleet       {state.name}: {count(of, 'node')}" + (f", {counts}" if counts else ""),
+        f"repairs     {state.repairs}, {limits.of('repairs_at_once', of)} at once; {len(state.reboots)} of {limits.reboots_per_hour}"
+        " reboots within this hour",
+        f"breaker     opens when more than {limits.of('nodes_out', of)} of {of} nodes are out ({limits.nodes_out})",
+        *(f"note        {note}" for note in fleet_notes(state, now)),
+        *(f"notice      {notice}" for notice in state.notices),
+    ]
+
+
+def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None) -> list[str]:
+    """`nodes show NODE` for people. `web` is where workflows are shown, up to their ids."""
+    spec, look, drain = record.spec, record.look, record.drain
+    state = node_state(record, here)
+    because, by, since = reason(record, state, here)
+    what = ", ".join([spec.address, count(spec.gpus, "GPU"), *(["spare"] if spec.spare else [])])
+    why = f"{f' by {by}' if by else ''}{since_text(since, now)}{f': {because}' if because else ''}"
+    verdict, said = health(record)
+    found = "" if verdict is Verdict.UNKNOWN else f": {said}"
+    lines = [
+        f"node        {record.name} of fleet {fleet} ({what})",
+        f"state       {state}{why}",
+        f"health      {health_text(record, now)}{found}; `relaunch nodes check {record.name} --fleet {fleet}` examines it now",
+    ]
+    if look is None or record.looked_at is None:
+        lines.append("look        nobody has looked at it yet")
+    else:
+        answer = f"it answered, boot id {look.boot_id}" if look.boot_id else "it answered"
+        if look.silent:
+            answer = f"no answer{since_text(record.silent_since, now)}: {look.silent}"
+        lines.append(f"look        {age(now - record.looked_at)} ago: {answer}")
+        lines += [f"held        {look.held}"] if look.held else []
+        lines += [f"living      job {one.job}, submission {one.submission}, generation {one.generation}" for one in look.living]
+    for tenant in here:
+        has = "has it " if tenant.offered is None else "offered"
+        lines.append(f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}")
+    lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
+    if drain is not None:
+        lines.append(f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.because}")
+    elif record.leave is not None:
+        lines.append(f"shared      {names(list(record.told))} asked to leave it by {iso(record.leave.until)}, so that it can be examined")
+    lines.append(f"repair      {_address(*repair_ids(record.repair), web)}" if record.repair else "repair      none is under way")
+    lines += [f"fault       {_mark_line(mark)}" for mark in record.marks]
+    return lines
+
+
+def _jobs_by_gpu(record: NodeRecord, here: Sequence[Tenant]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for tenant in here:
+        share = tenant.place.gpus if tenant.place else ()
+        for gpu in (share or range(record.spec.gpus)) if tenant.offered is None else ():
+            found.setdefault(gpu, []).append(tenant.job)
+    return found
+
+
+def workflow_address(ui: str, namespace: str) -> str:
+    """Where the web UI shows workflows, up to their ids."""
+    return f"{ui}/namespaces/{namespace}/workflows"
+
+
+def _address(id_: str, run: str, web: str | None) -> str:
+    if not run:
+        return f"{id_}, which is ordered and has not begun"
+    return f"{id_}: {web}/{quote(id_, safe='')}/{run}" if web else f"{id_} in the web UI, run {run}"
+
+
+def _share(record: NodeRecord, tenant: Tenant) -> str:
+    if tenant.place is None:
+        return "its ranks live there, by no claim that the fleet knows"
+    if tenant.place.gpus:
+        return f"GPU {', '.join(map(str, tenant.place.gpus))}"
+    return "all GPUs" if record.spec.gpus else "shared with any other"
+
+
+def _mark_line(mark: Mark) -> str:
+    code = f"{mark.code} ({mark.cause})" if mark.code else str(mark.cause)
+    gpus = f" of GPU {names(list(mark.gpus))}" if mark.gpus else ""
+    line = f"{iso(mark.at)} {code}{gpus}, job {mark.job} generation {mark.generation}: {mark.because}"
+    return f"{line} [does not count: {mark.retracted}]" if mark.retracted else line
+
+
+def changes(fleet: FleetState, file: Applied) -> list[str]:
+    """What a fleet file says that the fleet does not know yet: new, gone and changed nodes, and what else is different."""
+    known = {node.name: node.spec for node in fleet.nodes if not node.gone}
+    told = {spec.name: spec for spec in file.nodes}
+    lines = [f"new: {name}" for name in told if name not in known]
+    lines += [f"gone: {name}" for name in known if name not in told]
+    lines += [f"changed: {name}: {_difference(known[name], spec)}" for name, spec in told.items() if known.get(name, spec) != spec]
+    if file.repairs != fleet.repairs:
+        lines.append(f"changed: repairs: {fleet.repairs}, now {file.repairs}")
+    if file.limits != fleet.limits:
+        lines.append(f"changed: limits: {_difference(fleet.limits, file.limits)}")
+    return lines
+
+
+def _difference(old: Spec, new: Spec) -> str:
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in type(old).model_fields}
+    return ", ".join(f"{name} {_value(before)}, now {_value(after)}" for name, (before, after) in pairs.items() if before != after)
+
+
+def _value(value: Any) -> str:
+    return duration(value) if isinstance(value, timedelta) else str(value)
+
+
+def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
+    """What `nodes show NODE --json` has beside the keys of `nodes list`."""
+    living = record.look.living if record.look else ()
+    return {
+        "tenants": [
+            {
+                "job": one.job,
+                "submission": one.submission,
+                "claimed": one.place is not None,
+                "gpus": list(one.place.gpus) if one.place else [],
+            }
+            for one in here
+            if one.offered is None
+        ],
+        "offered": [{"job": one.job, "until": iso(one.offered)} for one in here if one.offered is not None],
+        "living": [{"job": one.job, "submission": one.submission, "generation": one.generation} for one in living],
+    }
+
+
+def quarantined_sentence(fleet: FleetState, node: str) -> str:
+    record = next(record for record in fleet.nodes if record.name == node)
+    jobs = sorted(jobs_on(tenants(fleet).get(node, ())))
+    if not jobs:
+        stays = "nobody has it, and nobody"
+    elif record.drain is None:
+        stays = f"{names(jobs)} may go on there, and nobody else"
+    else:
+        stays = f"{names(jobs)} {'has' if len(jobs) == 1 else 'have'} to leave it by {iso(record.drain.until)}, and nobody else"
+    return f"node {node} is quarantined: {record.because}; {stays} is given it before `relaunch nodes release {node}`"
+
+
+def released_sentence(fleet: FleetState, node: str) -> str:
+    record = next(record for record in fleet.nodes if record.name == node)
+    but = ", but it does not answer" if record.look and record.look.silent else ", when its repair has ended" if record.repair else ""
+    return f"node {node} is in service: jobs may be given it{but}"
+
+
+def leaving(fleet: FleetState) -> list[str]:
+    """Nodes that are gone from the file and that somebody still has."""
+    known = tenants(fleet)
+    return [
+        f"{record.name} stays until it is free: {names(jobs_on(known[record.name])) or 'a repair'} is on it"
+        for record in fleet.nodes
+        if record.gone
+    ]

@@ -1,0 +1,261 @@
+"""What a fleet's state looks like to people and scripts. Pure: values in, plain mappings and lines out.
+
+The keys of `row` are a promise: scripts rely on them; add, never rename.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from relaunch.cli import gpu_views
+from relaunch.cli.job_views import age, names
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.messages import Place
+from relaunch.pool.state import FleetState, Mark, NodeRecord, Standing
+
+STATES = ("free", "busy", "suspect", "repairing", "quarantined", "draining", "silent", "held")
+TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "BECAUSE")
+RECENT = timedelta(hours=24)
+"""As far back as marks of several jobs together make a node suspect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who has a node, or a part of it."""
+
+    job: str
+    submission: int
+    place: Place | None
+    """None: its ranks live there, and it has not claimed the node."""
+    offered: datetime | None = None
+    """It does not have it: till then nobody else gets it, if the job wants to grow."""
+
+
+Tenants = Mapping[str, tuple[Tenant, ...]]
+
+
+def tenants(state: FleetState) -> Tenants:
+    """Who has each node: by its claim, else as the node's agent says."""
+    found: dict[str, list[Tenant]] = {}
+    for record in state.claims:
+        for place in record.places:
+            found.setdefault(place.node, []).append(Tenant(record.claim.job, record.claim.submission, place))
+    for node in state.nodes:
+        here = found.setdefault(node.name, [])
+        here += [
+            Tenant(offer.job, offer.submission, place, offer.until)
+            for offer in state.offers
+            for place in offer.places
+            if place.node == node.name
+        ]
+        for living in node.look.living if node.look else ():
+            if all(tenant.job != living.job for tenant in here):
+                here.append(Tenant(living.job, living.submission, None))
+    return {node: tuple(here) for node, here in found.items()}
+
+
+def jobs_on(here: Sequence[Tenant]) -> list[str]:
+    return list(dict.fromkeys(tenant.job for tenant in here if tenant.offered is None))
+
+
+def gpus_used(record: NodeRecord, here: Sequence[Tenant]) -> int:
+    """A place without a share has all of them, and so has a job that has not said what it holds: nobody else is given any."""
+    shares = [set(tenant.place.gpus) if tenant.place and tenant.place.gpus else set(range(record.spec.gpus)) for tenant in here]
+    return len(set[int]().union(*shares))
+
+
+def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
+    """One of STATES: what keeps somebody from getting the node comes first."""
+    if record.drain is not None and jobs_on(here):
+        return "draining"
+    if record.standing is not Standing.IN_SERVICE:
+        return str(record.standing)
+    if record.repair:
+        return "repairing"
+    if record.look is None or record.look.silent:
+        return "silent"
+    return "held" if record.look.held else "busy" if jobs_on(here) else "free"
+
+
+def health(record: NodeRecord) -> tuple[Verdict, str]:
+    """What the last examination found, and why; UNKNOWN where a fault has followed it.
+
+    A mark is no verdict, and neither is a quarantine: only an examination is one.
+    """
+    if record.verdict is Verdict.UNHEALTHY:
+        return Verdict.UNHEALTHY, record.verdict_because
+    if record.standing in (Standing.SUSPECT, Standing.REPAIRING):
+        return Verdict.UNKNOWN, "suspected"
+    if record.standing is Standing.QUARANTINED and record.by == "relaunch":
+        return Verdict.UNKNOWN, "not proven"
+    examined = record.verdict_at
+    if record.verdict is None or examined is None:
+        return Verdict.UNKNOWN, "not examined"
+    if any(not mark.retracted and mark.at >= examined for mark in record.marks):
+        return Verdict.UNKNOWN, "not examined since the last fault"
+    return Verdict.HEALTHY, record.verdict_because
+
+
+def health_text(record: NodeRecord, now: datetime) -> str:
+    """Such as: HEALTHY 3h ago."""
+    verdict, because = health(record)
+    if verdict is Verdict.UNKNOWN or record.verdict_at is None:
+        return because
+    return f"{verdict} {age(now - record.verdict_at)} ago"
+
+
+def history_text(marks: Sequence[Mark], now: datetime) -> str:
+    """Such as: 2 faults in 24h, the last 3h ago: Xid 79."""
+    counted = [mark for mark in marks if not mark.retracted]
+    if not marks:
+        return ""
+    last = max(counted or marks, key=lambda mark: mark.at)
+    what = f"{age(now - last.at)} ago: {last.code or last.cause}"
+    if not counted:
+        return f"{count(len(marks), 'fault')}, retracted, the last {what}"
+    recent = sum(now - mark.at <= RECENT for mark in counted)
+    if recent == 0:
+        return f"{count(len(counted), 'fault')}, the last {what}"
+    more = f" ({len(counted)} in all)" if len(counted) > recent else ""
+    return f"{count(recent, 'fault')} in {RECENT // timedelta(hours=1)}h{more}, the last {what}"
+
+
+def reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple[str, str | None, datetime | None]:
+    """Why a node is in that state, by whom, and since when."""
+    look = record.look
+    if state == "draining" and record.drain is not None:
+        return record.drain.because, record.drain.by, record.since
+    if record.standing is not Standing.IN_SERVICE:
+        return record.because, record.by or None, record.since
+    if state == "repairing":
+        return f"{repair_ids(record.repair)[0]} is under way", None, record.repair_since
+    if state == "silent":
+        return (look.silent if look else "nobody has looked at it yet"), None, record.silent_since
+    if state == "held" and look is not None:
+        return look.held, None, None
+    if unclaimed := [tenant.job for tenant in here if tenant.place is None]:
+        return f"ranks of {names(unclaimed)} live there, by no claim that the fleet knows", None, None
+    if offers := [tenant for tenant in here if tenant.offered is not None]:
+        return "; ".join(f"offered to job {tenant.job} until {iso(tenant.offered)}" for tenant in offers), None, None
+    return "", None, None
+
+
+def repair_ids(repair: str) -> tuple[str, str]:
+    """The workflow's id, repair/FLEET/NODE, and its run: empty before it has begun."""
+    kind, fleet, node, *run = repair.split("/")
+    return f"{kind}/{fleet}/{node}", "".join(run)
+
+
+def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
+    """`nodes list --json`; the keys are a promise."""
+    state = node_state(record, here)
+    because, by, since = reason(record, state, here)
+    verdict, says = health(record)
+    look, drain = record.look, record.drain
+    jobs = jobs_on(here)
+    return {
+        "name": record.name,
+        "state": state,
+        "job": jobs[0] if jobs else None,
+        "gpus": record.spec.gpus,
+        "health": str(verdict),
+        "because": because,
+        "by": by,
+        "history": [_entry(mark) for mark in record.marks],
+        "findings": [
+            {"code": mark.code, "role": "root", "gpu": next(iter(mark.gpus), None), "because": mark.because}
+            for mark in record.marks
+            if not mark.retracted
+        ],
+        "boot_id": look.boot_id if look else "",
+        "since": iso(since),
+        "jobs": jobs,
+        "gpus_used": gpus_used(record, here),
+        "health_because": says,
+        "examined_at": iso(record.verdict_at),
+        "standing": str(record.standing),
+        "spare": record.spec.spare,
+        "address": record.spec.address,
+        "silent": look.silent or None if look else "nobody has looked at it yet",
+        "silent_since": iso(record.silent_since),
+        "held": look.held or None if look else None,
+        "gone": record.gone,
+        "looked_at": iso(record.looked_at),
+        "repair": repair_ids(record.repair)[0] if record.repair else None,
+        "drain": {"because": drain.because, "by": drain.by, "until": iso(drain.until)} if drain else None,
+        "inventory": gpu_views.as_json(record, iso(record.read_at)),
+    }
+
+
+def _entry(mark: Mark) -> dict[str, Any]:
+    return {
+        "at": iso(mark.at),
+        "what": "fault",
+        "because": mark.because,
+        "job": mark.job,
+        "submission": mark.submission,
+        "generation": mark.generation,
+        "cause": str(mark.cause),
+        "code": mark.code,
+        "gpus": list(mark.gpus),
+        "retracted": mark.retracted or None,
+    }
+
+
+def rows(state: FleetState) -> list[dict[str, Any]]:
+    known = tenants(state)
+    return [row(record, known.get(record.name, ())) for record in state.nodes]
+
+
+def table_row(record: NodeRecord, here: Sequence[Tenant], now: datetime) -> tuple[str, str, str, str, str, str, str]:
+    """What stands under TITLES."""
+    state = node_state(record, here)
+    gpus = gpu_views.cell(record, gpus_used(record, here))
+    jobs = names(jobs_on(here))
+    return record.name, state, jobs, gpus, health_text(record, now), history_text(record.marks, now), _because(record, state, here, now)
+
+
+def print_nodes(state: FleetState, now: datetime) -> None:
+    known = tenants(state)
+    lines = [table_row(record, known.get(record.name, ()), now) for record in state.nodes]
+    if not sys.stdout.isatty():  # a node is a line: people grep, and rich takes seconds over two thousand
+        widths = [max(map(len, column)) for column in zip(TITLES, *lines, strict=True)]
+        print("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (TITLES, *lines)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in TITLES:
+        table.add_column(title, no_wrap=title in ("NODE", "STATE", "GPUS"), justify="right" if title == "GPUS" else "left")
+    for line in lines:
+        table.add_row(*line)
+    Console(markup=False, highlight=False).print(table)
+
+
+def _because(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetime) -> str:
+    because, by, since = reason(record, state, here)
+    who = ", ".join(part for part in (by, f"{age(now - since)} ago" if since else "") if part)
+    parts = [f"{because} ({who})" if who else because]
+    if record.drain is not None and jobs_on(here):
+        parts.append(f"to be left within {age(record.drain.until - now)}")
+    if state != "silent" and record.look is not None and record.look.silent:
+        parts.append(f"does not answer{since_text(record.silent_since, now)}: {record.look.silent}")
+    parts += gpu_views.remarks(record)
+    return "; ".join(part for part in parts if part)
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def since_text(moment: datetime | None, now: datetime) -> str:
+    return "" if moment is None else f" since {iso(moment)} ({age(now - moment)} ago)"
+
+
+def iso(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat(timespec="seconds").replace("+00:00", "Z")

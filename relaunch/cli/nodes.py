@@ -1,0 +1,296 @@
+"""The commands `relaunch nodes …`: what a fleet knows of its nodes, what people say about them, examinations and repairs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from relaunch.cli.terminal import Json, Why, check_reason, print_json, say, with_client
+from relaunch.config import Mistake, Settings, read_settings
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+    from relaunch.cli.fleets import Answer
+    from relaunch.pool.state import FleetState
+
+nodes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Nodes: who has them, how they are; repair them, vouch for them.")
+
+Node = Annotated[str, typer.Argument(metavar="NODE")]
+Fleet = Annotated[str, typer.Option(metavar="FLEET", help="The fleet the node belongs to.")]
+File = typer.Option("--file", metavar="FLEET.yaml", help="A fleet file; its nodes are reached from here.")
+Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0: without.")]
+
+
+@nodes_app.command("list")
+def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
+    """List the nodes of a fleet as the fleet knows them: who has each, what keeps it from jobs, what happened on it."""
+    from relaunch.cli import fleets, node_pages, node_views
+
+    state = with_client(lambda client, s: fleets.read(client, s.task_queue, fleet))
+    if as_json:
+        print_json(node_views.rows(state))
+        return
+    now = datetime.now(UTC)
+    node_views.print_nodes(state, now)
+    if notes := node_pages.fleet_notes(state, now):
+        print("\n" + "\n".join(notes))
+
+
+@nodes_app.command("show")
+def nodes_show(
+    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Without: the fleet itself.")] = None,
+    fleet: Fleet = "default",
+    as_json: Json = False,
+) -> None:
+    """Show all that a fleet knows of one node; without a node: its limits, its breaker, who waits, what people did."""
+    from relaunch.cli import fleets, node_pages, node_views
+
+    async def work(client: Client, settings: Settings) -> tuple[FleetState, str | None]:
+        from relaunch.temporal import running_up
+
+        up = running_up(settings.state)
+        # The `up` of this state folder may not be the server that TEMPORAL_ADDRESS names.
+        ours = up is not None and client.service_client.config.target_host == up.address
+        web = node_pages.workflow_address(up.ui, client.namespace) if up and ours else None
+        return await fleets.read(client, settings.task_queue, fleet), web
+
+    state, web = with_client(work)
+    now = datetime.now(UTC)
+    if node is None:
+        print_json(node_pages.fleet_view(state)) if as_json else print("\n".join(node_pages.fleet_lines(state, now)))
+        return
+    record = fleets.node_of(state, node)
+    here = node_views.tenants(state).get(node, ())
+    if as_json:
+        print_json({**node_views.row(record, here), **node_pages.node_more(record, here)})
+    else:
+        print("\n".join(node_pages.node_lines(record, here, fleet, now, web)))
+
+
+@nodes_app.command("quarantine")
+def nodes_quarantine(
+    node: Node,
+    because: Why,
+    drain: Annotated[bool, typer.Option("--drain", help="Also have it left by whoever has it.")] = False,
+    within: Annotated[str | None, typer.Option(metavar="DURATION", help="With --drain: at the latest; default 30m.")] = None,
+    fleet: Fleet = "default",
+) -> None:
+    """Keep a node from jobs until somebody releases it. Whoever has it may stay, unless --drain says otherwise."""
+    from relaunch.cli import fleets
+    from relaunch.cli.node_pages import quarantined_sentence
+
+    if within is not None and not drain:
+        raise Mistake(f"--within {within} is how long a drain may take: expected --drain with it")
+    if within is not None:
+        check_duration(within)
+    answer = with_client(lambda client, s: fleets.quarantine(client, s.task_queue, fleet, node, because, drain, within))
+    finish(answer, fleet, lambda: quarantined_sentence(answer.fleet, node))
+
+
+@nodes_app.command("release")
+def nodes_release(node: Node, because: Why, fleet: Fleet = "default") -> None:
+    """Vouch for a node, so that jobs are given it again; what was held against it does not count any more."""
+    from relaunch.cli import fleets
+    from relaunch.cli.node_pages import released_sentence
+
+    answer = with_client(lambda client, s: fleets.release(client, s.task_queue, fleet, node, because))
+    finish(answer, fleet, lambda: released_sentence(answer.fleet, node))
+
+
+@nodes_app.command("pause")
+def nodes_pause(because: Why, fleet: Fleet = "default") -> None:
+    """Have no node of a fleet repaired, reset or rebooted, by nobody, until `nodes resume`. Jobs are given nodes as before."""
+    from relaunch.cli import fleets
+
+    answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, because))
+    finish(answer, fleet, lambda: f"repairs of fleet {fleet} are paused by {answer.fleet.breaker.paused}")
+
+
+@nodes_app.command("resume")
+def nodes_resume(because: Why, fleet: Fleet = "default") -> None:
+    """End a pause and close the breaker of a fleet. Repairs that asked meanwhile are refused; what is still needed asks again."""
+    from relaunch.cli import fleets
+
+    answer = with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, because))
+    finish(answer, fleet, lambda: f"fleet {fleet} gives nodes and has them repaired")
+
+
+@nodes_app.command("apply")
+def nodes_apply(
+    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")] = "", fleet: Fleet = "default"
+) -> None:
+    """Have a fleet read its file again, and print what that changes. The file is the worker's own (RELAUNCH_FLEETS, `up --fleet`), where
+    the worker runs: none of this machine is sent. Without this it is read once a minute."""
+    from relaunch.cli import fleets, node_pages
+
+    before, file, answer = with_client(lambda client, s: fleets.apply(client, s.task_queue, fleet, because))
+    lines = node_pages.changes(before, file) or [f"fleet {fleet} has the {len(file.nodes)} nodes of its file already"]
+    finish(answer, fleet, lambda: "\n".join([*lines, *node_pages.leaving(answer.fleet)]))
+
+
+def check_duration(text: str) -> None:
+    from relaunch.fields import parse_duration
+
+    try:
+        value = parse_duration(text)
+    except ValueError as error:
+        raise Mistake(f"--within: {error}") from None
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise Mistake(f"--within: {text!r} is not a duration: write it like 30s, 5m or 1h30m")
+
+
+def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
+    """Say what is now, or that it cannot be seen yet (exit code 1: it was sent, so this is no mistake in what was typed)."""
+    if answer.shown:
+        print(sentence())
+        return
+    from relaunch.cli.fleets import SHOWN_WITHIN
+
+    why = "; ".join(answer.news) or f"see `relaunch nodes show --fleet {fleet}`"
+    say(f"it was sent, and fleet {fleet} does not show it after {SHOWN_WITHIN:g} s: {why}")
+    raise typer.Exit(1)
+
+
+# --- one node by itself: these ask the node, not the fleet
+
+
+@nodes_app.command("declare-dead")
+def declare_dead(
+    node: Node,
+    because: Annotated[str, typer.Option(callback=check_reason, help="How you know.")],
+    force: Annotated[bool, typer.Option("--force", help="Also where the node answers.")] = False,
+) -> None:
+    """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere. Refused where the node answers, unless
+    --force: ranks that live there would go on beside the new ones."""
+    from relaunch.cli import fleets
+
+    told = with_client(lambda client, s: fleets.declare_dead(client, s.task_queue, node, because, force))
+    print(f"node {node} is dead: told {', '.join(told)}")
+
+
+@nodes_app.command("check")
+def nodes_check(
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE...]")] = None,
+    fleet: Fleet = "default",
+    level: Level = 2,
+    file: Annotated[Path | None, File] = None,
+    everything: Annotated[bool, typer.Option("--all", help="With --file: every row, also of nodes that are fine.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Examine nodes as a job would have it done after a fault. DCGM runs only where no rank does. Exit code 1 unless all are healthy.
+
+    With --file, before anything runs: log in to the nodes of a fleet file from here, and say of each what works, what does not, and what to
+    do about it. Wants no server and no worker. Exit code 1 unless ranks can run on all of them."""
+    if file is not None:
+        _check_file(file, nodes or [], everything, as_json)
+        return
+    if not nodes:
+        raise Mistake(
+            "nodes check: expected a NODE of a running fleet, or --file FLEET.yaml to look at the nodes of a fleet file from here"
+        )
+    from relaunch.cli import fleets
+    from relaunch.cli import repairs as examining
+
+    async def work(client: Client, settings: Settings) -> list[dict[str, Any]]:
+        found = await examining.check(client, settings.task_queue, fleet, tuple(nodes), level)
+        kept = await fleets.kept_from_jobs(client, fleet)
+        return [examining.row(one, kept.get(one.node)) for one in found]
+
+    rows = with_client(work)
+    if as_json:
+        print_json(rows)
+    else:
+        examining.print_nodes(rows, datetime.now(UTC))
+    if any(one["health"] != "HEALTHY" for one in rows):
+        raise typer.Exit(1)
+
+
+def _check_file(file: Path, names: list[str], everything: bool, as_json: bool) -> None:
+    from relaunch.cli import direct, files, node_check
+
+    fleet = asyncio.run(direct.look_at(files.read_fleet(file), file, names, read_settings().state))
+    print_json(node_check.view(fleet)) if as_json else node_check.print_rows(fleet, everything)
+    if not all(node_check.runs(node_check.rows(fleet, seen)) for seen in fleet.seen):
+        raise typer.Exit(1)
+
+
+@nodes_app.command("discover")
+def nodes_discover(
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Name or ARN of an ECS cluster.")],
+    region: Annotated[str | None, typer.Option(metavar="REGION", help="Default: the ARN's, else as boto3 finds it.")] = None,
+    name: Annotated[str, typer.Option(metavar="FLEET", help="What the fleet shall be called.")] = "default",
+    task_definition: Annotated[str | None, typer.Option(metavar="F", help="What a rank is run as: family, family:revision or ARN.")] = None,
+) -> None:
+    """Print a fleet file for an ECS cluster: each of its ACTIVE EC2 instances as a node. Wants no server and no worker; changes nothing."""
+    from relaunch.cli import discover
+
+    print(discover.fleet_file(cluster, region, name, task_definition), end="")
+
+
+@nodes_app.command("trust")
+def nodes_trust(
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE...]")] = None,
+    file: Annotated[Path | None, File] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Vouch for every key that is not known yet, without a question.")] = False,
+) -> None:
+    """Show the host keys of the nodes of a fleet file (none named: of all), ask about each that is not known, and write those into
+    known_hosts that you vouch for. A key that has changed is never replaced. Exit code 1 unless all are known then."""
+    from relaunch.cli import direct, files, trust
+
+    if file is None:
+        known = read_settings().fleets
+        if len(known) != 1:
+            raise Mistake("nodes trust: expected --file FLEET.yaml, the fleet file that has the nodes")
+        file = known[0]
+    spec = files.read_fleet(file)
+    keys = asyncio.run(direct.keys_of(spec, file, nodes or []))
+    if not trust.trust(spec, keys, yes, trust.at_terminal()):
+        raise typer.Exit(1)
+
+
+@nodes_app.command("answer")
+def nodes_answer(
+    node: Node, decision: Annotated[str, typer.Argument(metavar="approve|deny")], because: Why, fleet: Fleet = "default"
+) -> None:
+    """Approve or deny what the repair of a node asks, whoever ordered it. A job's may also be answered with `relaunch answer JOB`."""
+    from relaunch.cli import answers
+
+    if decision not in ("approve", "deny"):
+        raise Mistake(f"{decision!r} is no answer, expected approve or deny")
+    with_client(lambda client, _: answers.for_node(client, fleet, node, decision, because))
+    print(f"{decision}: told the repair of {node}")
+
+
+@nodes_app.command("repair")
+def nodes_repair(
+    node: Node,
+    because: Why,
+    reboot: Annotated[bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")] = False,
+    power_cycle: Annotated[bool, typer.Option("--power-cycle", help="Cycle its power by the command of the fleet file.")] = False,
+    reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
+    gpu: Annotated[list[str] | None, typer.Option(metavar="BUS_ID", help="Only this GPU.")] = None,
+    fleet: Fleet = "default",
+    level: Level = 2,
+) -> None:
+    """Reset the GPUs of a node, reboot it, or cycle its power, and examine it afterwards. Refused where ranks run, or a job has a node
+    whose power would be cycled. Exit code 1 unless it is healthy then."""
+    from relaunch.cli import repairs
+    from relaunch.spec.policy import Strategy
+
+    if [reboot, power_cycle, reset_gpus].count(True) != 1:
+        raise Mistake("what to do is missing, expected one of --reboot, --power-cycle and --reset-gpus")
+    strategy = Strategy.RESET_GPU if reset_gpus else Strategy.REBOOT_NODE
+    what = "power cycle" if power_cycle else str(strategy)
+    say(f"{what} of {node}: see {repairs.repair_id(fleet, node)} in the web UI")
+    ended = with_client(
+        lambda client, s: repairs.repair(client, s.task_queue, fleet, node, strategy, gpu or (), because, level, power_cycle)
+    )
+    print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.because}")
+    if ended.outcome != "done":
+        raise typer.Exit(1)

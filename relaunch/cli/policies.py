@@ -1,0 +1,336 @@
+"""Changes the policy of a running job, and tries a policy on what a job has met. Every refusal is a `Mistake`: one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from relaunch.cli import files
+from relaunch.cli.policy_views import short
+from relaunch.config import Mistake
+from relaunch.evidence.causes import Cause
+from relaunch.fields import duration
+from relaunch.job.apply import changed_keys
+from relaunch.job.replay import Replayed, named, rehearse, replay
+from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop, Wait
+from relaunch.spec.annotations import annotated
+from relaunch.spec.job import JobSpec
+from relaunch.spec.policy import Policy, Rung, preset, preset_names
+
+if TYPE_CHECKING:
+    from temporalio.client import Client, WorkflowHistory
+
+CHANGED_WITHIN = 10.0
+"""Seconds. A live worker answers in milliseconds, and we have just heard from it."""
+
+
+def read(source: str) -> Policy:
+    """Read a policy as people name it: a preset or a file.
+
+    Raises:
+        Mistake: it is neither, or cannot be used.
+    """
+    if source in preset_names():
+        return preset(source)
+    if not Path(source).expanduser().exists():
+        raise Mistake(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+    document = files.Document(Path(source).expanduser())
+    return files.read_policy(str(document.path))
+
+
+def parse_cause(word: str) -> Cause:
+    try:
+        return Cause(word.upper())
+    except ValueError:
+        raise Mistake(f"--cause: {word!r} is no cause: one of {', '.join(Cause)}") from None
+
+
+# --- change -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Keys to lay over a job's policy, and where they were written."""
+
+    keys: dict[str, Any]
+    document: files.Document | None = None
+
+    def refusal(self, error: ValidationError) -> Mistake:
+        from relaunch.messages.jobs import explain
+
+        where = "--set" if self.document is None else f"{self.document.path}:{self.document.line(tuple(error.errors()[0]['loc']))}"
+        return Mistake(f"{where}: {explain(error)}")
+
+
+def read_changes(source: str | None, words: Sequence[str]) -> Changes:
+    """Read what `policy change` is to change: a file's keys, a preset, or `--set KEY=VALUE`.
+
+    Raises:
+        Mistake: none or both are given, or one cannot be read.
+    """
+    if bool(source) == bool(words):
+        raise Mistake("policy change: expected a file, or --set KEY=VALUE, and not both")
+    if source is None:
+        return Changes(_set(words))
+    if source in preset_names():
+        return Changes({"extends": source})
+    if not Path(source).expanduser().exists():
+        raise Mistake(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+    document = files.Document(Path(source).expanduser())
+    return Changes(document.content, document)
+
+
+def _set(words: Sequence[str]) -> dict[str, Any]:
+    import yaml
+
+    keys: dict[str, Any] = {}
+    for word in words:
+        path, equals, written = word.partition("=")
+        if not equals or not path or not written:
+            raise Mistake(f"--set: {word!r} is no KEY=VALUE: expected one such as max_restarts=12 or timeouts.lost_after=5m")
+        try:
+            value = yaml.safe_load(written)
+        except yaml.YAMLError:
+            raise Mistake(f"--set: {word!r}: the value is not YAML") from None
+        parts = path.split(".")
+        if len(parts) > 2:
+            raise Mistake(f"--set: {path} is too deep: {parts[0]}.{parts[1]} is replaced as a whole, which a file says better")
+        if len(parts) == 1:
+            keys[path] = value
+        elif isinstance(keys.setdefault(parts[0], {}), dict):
+            keys[parts[0]][parts[1]] = value
+        else:
+            raise Mistake(f"--set: {parts[0]} is set as a whole and in part: choose one")
+    return keys
+
+
+async def change(client: Client, name: str, changes: Changes, because: str) -> list[str]:
+    """Change the policy of a running job; return lines that say what changed.
+
+    Raises:
+        Mistake: the job does not run, nobody answers for it, or the policy could not hold together.
+    """
+    from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
+    from temporalio.service import RPCError, RPCStatusCode
+
+    from relaunch.cli.client import whoami
+    from relaunch.cli.jobs import handle_of, look
+    from relaunch.messages.jobs import PolicyMessage, overlay
+
+    now = await look(client, name)
+    if not now.open:
+        raise Mistake(f"job {name} has ended ({now.phase}): change_policy is for jobs that run")
+    if now.state is None:
+        raise Mistake(f"job {name}: no worker answers for it, and the policy changes in the job: start a worker and try again")
+    before = now.state.policy
+    try:
+        after = overlay(before, changes.keys)
+    except ValidationError as error:
+        raise changes.refusal(error) from None
+    except ValueError as error:
+        raise Mistake(f"job {name}: {error}") from None
+    if before == after:
+        return [f"job {name}: nothing to change, its policy says so already"]
+    message = PolicyMessage(policy=changes.keys, because=because, by=whoami())
+    late = Mistake(f"job {name}: no answer within {CHANGED_WITHIN:g} s; look at `relaunch show {name}` before you say it again")
+    try:
+        said: str = await asyncio.wait_for(
+            handle_of(client, name).execute_update("change_policy", message, result_type=str), CHANGED_WITHIN
+        )
+    except WorkflowUpdateFailedError as error:
+        raise Mistake(f"job {name}: {getattr(error.cause, 'message', error.cause)}") from None
+    except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
+        raise late from None
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+        raise Mistake(f"job {name} has just ended: change_policy is for jobs that run") from None
+    return [f"job {name}: {said}", *(f"  {line}" for line in changed_lines(before, after))]
+
+
+def changed_lines(before: Policy, after: Policy) -> list[str]:
+    return [f"{key}: {_shown(_at(before, key))} → {_shown(_at(after, key))}" for key in changed_keys(before, after)]
+
+
+def _at(policy: Policy, key: str) -> Any:
+    first, _, rest = key.partition(".")
+    value: Any = getattr(policy, first)
+    if not rest:
+        return value
+    return value.get(Cause(rest)) if isinstance(value, dict) else getattr(value, rest)
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "none of its own"
+        case timedelta():
+            return duration(value)
+        case (Rung(), *_):
+            return short(value)
+        case bool():
+            return str(value).lower()
+        case BaseModel() | dict() | tuple():
+            return f"{len(value)} rows" if isinstance(value, dict | tuple) else "changed"
+        case _:
+            return str(value)
+
+
+# --- replay -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    replayed: tuple[Replayed, ...]
+    start: datetime | None = None
+    """Set where times are shown from the start on: a file that has no time of day."""
+    notes: tuple[str, ...] = ()
+    """What limits it, for whoever reads the decisions."""
+
+    @property
+    def decisions(self) -> tuple[Replayed, ...]:
+        """Without what both passed by."""
+        return tuple(r for r in self.replayed if not (isinstance(r.decision, Ignore) and not r.differs))
+
+    def at(self, moment: datetime) -> str:
+        if self.start is not None:
+            return f"+{duration(moment - self.start)}"
+        return moment.replace(microsecond=0).isoformat().replace("+00:00", "Z")
+
+
+def try_on_events(policy: Policy, path: Path) -> Trial:
+    from relaunch.cli.event_file import read_events
+
+    file = read_events(path, policy)
+    policy, notes = _annotated(policy, file.spec)
+    return Trial(rehearse(policy, file.job(policy), file.steps), None if file.absolute else file.start, notes)
+
+
+async def try_on_history(client: Client, name: str, policy: Policy, run_id: str | None) -> Trial:
+    """Walk what a job has met, in all runs of one submission, under a policy.
+
+    Raises:
+        Mistake: there is no such run, or this version cannot replay it.
+    """
+    import logging
+
+    # The workflow, and with it activities and backends: only here does the command line need them.
+    from relaunch.workflows.training_job.recording import NotReplayable, recording
+
+    histories, complete = await _histories(client, name, run_id)
+    # Refusals are ours to say, in a sentence; the SDK would print a stack trace before.
+    logging.getLogger("temporalio").setLevel(logging.CRITICAL)
+    try:
+        recorded = await recording(histories, client.namespace, client.data_converter)
+    except NotReplayable as error:
+        raise Mistake(f"job {name}: this version of relaunch cannot replay its history: {error}") from None
+    policy, notes = _annotated(policy, recorded.job.spec)
+    if not complete:
+        notes = (*notes, f"older runs of job {name} are gone from the server: this begins at {histories[0].run_id}")
+    return Trial(replay(policy, recorded.job, recorded.steps), notes=notes)
+
+
+def _annotated(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str, ...]]:
+    try:
+        return annotated(policy, spec.metadata.annotations), ()
+    except ValueError as error:
+        return policy, (f"the job's annotations are left out: {error}",)
+
+
+async def _histories(client: Client, name: str, run_id: str | None) -> tuple[list[WorkflowHistory], bool]:
+    """The runs of one submission, oldest first, and whether the first of them is among them."""
+    from temporalio.service import RPCError, RPCStatusCode
+
+    from relaunch.cli.jobs import describe, handle_of
+
+    newest = await describe(client, name)
+    workflow_id = handle_of(client, name).id
+
+    async def fetch(run: str) -> WorkflowHistory | None:
+        try:
+            return await client.get_workflow_handle(workflow_id, run_id=run).fetch_history()
+        except RPCError as error:
+            if error.status in (RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT):
+                return None
+            raise
+
+    found = await fetch(run_id or newest.run_id)
+    if found is None:
+        raise Mistake(f"job {name} has no run {run_id!r}: its newest is {newest.run_id}")
+    runs = [found]
+    while after := runs[-1].events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id:
+        later = await fetch(after)
+        if later is None:
+            break
+        runs.append(later)
+    while before := runs[0].events[0].workflow_execution_started_event_attributes.continued_execution_run_id:
+        earlier = await fetch(before)
+        if earlier is None:
+            return runs, False
+        runs.insert(0, earlier)
+    return runs, True
+
+
+def trial_lines(trial: Trial) -> list[str]:
+    """One line a decision, those that differ marked, and a summary."""
+    rows = [((trial.at(r.at), r.event, named(r.decision)), r) for r in trial.decisions]
+    times, kinds, names = (max((len(words[column]) for words, _ in rows), default=0) for column in (0, 1, 2))
+    lines = []
+    for (time, kind, name), r in rows:
+        left = f" [left: {text}]" if (text := getattr(r.decision, "left", "")) else ""
+        then = f" [{r.differs}]" if r.differs else ""
+        lines.append(f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  {r.decision.because}{left}{then}")
+    return [*lines, *_summary(trial)]
+
+
+def _summary(trial: Trial) -> list[str]:
+    count = len(trial.decisions)
+    text = f"{count} decision{'' if count == 1 else 's'}"
+    known = any(r.decided is not None for r in trial.replayed)
+    if known:
+        text += f", {sum(bool(r.differs) for r in trial.decisions)} differ"
+    lines = [text]
+    stop = next((n for n, r in enumerate(trial.replayed) if isinstance(r.decision, Stop)), None)
+    if stop is None:
+        return lines
+    ended = trial.replayed[stop]
+    if known and ended.differs:
+        lines.append(f"this policy would have ended the job at {trial.at(ended.at)}; what follows is judged as it went on then")
+    elif not known and (unused := len(trial.replayed) - stop - 1):
+        lines.append(f"the job has ended at {trial.at(ended.at)}: {unused} event{'' if unused == 1 else 's'} after that change nothing")
+    return lines
+
+
+def trial_view(trial: Trial) -> dict[str, Any]:
+    return {
+        "decisions": [
+            {
+                "at": trial.at(r.at),
+                "event": r.event,
+                **_decision_view(r.decision),
+                "then": None if r.decided is None else _decision_view(r.decided),
+                "differs": bool(r.differs),
+                "difference": r.differs,
+            }
+            for r in trial.decisions
+        ],
+        "differ": sum(bool(r.differs) for r in trial.decisions),
+    }
+
+
+def _decision_view(decision: Decision) -> Mapping[str, Any]:
+    strategy = decision.strategy if isinstance(decision, Relaunch | Repair) else None
+    return {
+        "decision": decision.kind,
+        "strategy": str(strategy) if strategy else None,
+        "phase": str(decision.phase) if isinstance(decision, Wait | Stop) else None,
+        "because": decision.because,
+        "spent": isinstance(decision, Relaunch | Repair) and decision.spent,
+        "left": decision.left if isinstance(decision, Relaunch | Repair) else "",
+    }

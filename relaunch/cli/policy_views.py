@@ -1,0 +1,253 @@
+"""Draws a policy for people, as they would on a board, and shapes the same for scripts. Pure: a policy in, lines out."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from relaunch.evidence.causes import OWN_CAUSES, Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.fields import duration
+from relaunch.spec.policy import MAX_BACKOFF, Policy, Rung, Strategy
+
+WIDTH = 100
+DELAYS_SHOWN = 6
+"""More of a list nobody reads, and a backoff has shown by then where it goes."""
+
+PRESETS = {
+    "default": "restart, examine, replace, as fits the cause; faulty hardware costs no restart",
+    "ecs-reboot-once": "exit 1 on an unhealthy node reboots it once; everything else fails the job",
+    "gputasker": "nothing is started twice; a lost node is waited for, and a person decides",
+    "modelarts": "Huawei ModelArts' fault recovery with every kind of restart switched on",
+    "torchelastic": "torchrun's: any failure restarts all ranks, 3 times in the job's life",
+}
+"""What each preset is, in a line. The files in relaunch/spec/presets say where each comes from."""
+
+STRATEGIES = {
+    Strategy.RESTART_IN_PLACE: "all ranks start anew on the same nodes",
+    Strategy.RESET_GPU: "the suspected GPUs are reset, then all ranks start anew",
+    Strategy.REBOOT_NODE: "the suspected node is rebooted, then all ranks start anew",
+    Strategy.REPLACE_NODE: "another node takes the suspect's place, the others stay",
+    Strategy.RESCHEDULE_JOB: "all places are given anew",
+    Strategy.SHRINK: "the suspects are left, and no others take their places; for jobs of `nodes: {min, max}` only",
+}
+SUSPECTS_NEEDED = (Strategy.REPLACE_NODE, Strategy.RESET_GPU, Strategy.REBOOT_NODE, Strategy.SHRINK)
+
+KEYS = {"job": "job", "cause": "cause", "node": "node", "gpu": "GPU", "code": "code"}
+
+
+def presets_lines() -> list[str]:
+    width = max(map(len, PRESETS)) + 2
+    return [f"{name:<{width}}{what}" for name, what in PRESETS.items()]
+
+
+def ladders(policy: Policy, only: Cause | None) -> list[tuple[tuple[Cause, ...], tuple[Rung, ...]]]:
+    """The ladders with the causes that share each, in the order of the causes."""
+    shared: dict[tuple[Rung, ...], list[Cause]] = {}
+    for cause in Cause:
+        shared.setdefault(policy.ladder(cause), []).append(cause)
+    return [(tuple(causes), ladder) for ladder, causes in shared.items() if only is None or only in causes]
+
+
+def policy_lines(name: str, policy: Policy, only: Cause | None) -> list[str]:
+    """`policy explain` for people."""
+    base = "" if policy.extends == name or name in PRESETS else f"  (over {policy.extends})"
+    lines = [f"policy {name}{base}", "", "budgets", *_budgets(policy)]
+    drawn = ladders(policy, only)
+    for causes, ladder in drawn:
+        title = ", ".join(causes) if only is None else str(only)
+        lines += ["", *textwrap.wrap(title, WIDTH), *ladder_lines(policy, ladder)]
+    used = {rung.strategy for _, ladder in drawn for rung in ladder}
+    if legend := _legend(used):
+        lines += ["", *legend]
+    return lines
+
+
+def ladder_lines(policy: Policy, ladder: Sequence[Rung]) -> list[str]:
+    lines = []
+    for number, rung in enumerate(ladder, start=1):
+        lines += _entry(f"  {number}  {rung.strategy:<17} ", _rung(policy, rung))
+        if after := _then(rung):
+            lines += _entry("     ↓ ", after)
+    last = ladder[-1]
+    if not last.strategy.ends and _then(last):
+        lines.append("     the job ends as FAILED")
+    return lines
+
+
+def short(ladder: Sequence[Rung]) -> str:
+    """A ladder in one line: `RESTART_IN_PLACE 3 times, then FAIL`."""
+    return ", then ".join(
+        rung.label + ("" if rung.strategy.ends else " always" if rung.tries is None else f" {_times(rung.tries)}") for rung in ladder
+    )
+
+
+def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]:
+    """`policy explain --json`."""
+    return {
+        "policy": name,
+        "extends": policy.extends,
+        "budgets": {
+            "max_restarts": policy.max_restarts,
+            "renewal": policy.renewal,
+            "no_progress_stop": None if policy.no_progress_stop == "off" else policy.no_progress_stop,
+            "no_progress_ask": None if policy.no_progress_ask == "off" else policy.no_progress_ask,
+            "healthy_for": policy.healthy_for.total_seconds(),
+            "grow_after": None if policy.grow_after == "off" else policy.grow_after.total_seconds(),
+        },
+        "ladders": [
+            {"causes": [str(cause) for cause in causes], "rungs": [_rung_view(number, rung) for number, rung in enumerate(ladder, start=1)]}
+            for causes, ladder in ladders(policy, only)
+        ],
+    }
+
+
+def first(policy: Policy, cause: Cause, code: str) -> Rung:
+    """The rung that a policy takes first about a fault; the last one where none is for its code."""
+    ladder = policy.ladder(cause)
+    return next((rung for rung in ladder if not rung.codes or code in rung.codes), ladder[-1])
+
+
+def first_rung(policy: Policy, cause: Cause, code: str) -> str:
+    """The same as a clause."""
+    rung = first(policy, cause, code)
+    return f"{rung.strategy}: {_rung(policy, rung)}"
+
+
+def _budgets(policy: Policy) -> list[str]:
+    renewed = {
+        "progress": "progress: training that passes the step it had reached gives restarts and tries without a window back",
+        "never": "never: neither restarts nor tries without a window are given back",
+    }
+    stop = "off"
+    if policy.no_progress_stop != "off":
+        stop = f"{_many(policy.no_progress_stop, 'generation')} in a row that did not pass the furthest step: the job fails, where the "
+        stop += f"fault may be its own ({', '.join(OWN_CAUSES)})"
+    ask = "off"
+    if policy.no_progress_ask != "off":
+        ask = f"{policy.no_progress_ask} launches in a row that did not pass the furthest step, whatever the cause: a person is asked"
+    rows = (
+        ("max_restarts", f"{policy.max_restarts}: when they are spent, a rung that spends a restart fails the job instead"),
+        ("renewal", renewed[policy.renewal]),
+        ("no_progress_stop", stop),
+        ("no_progress_ask", ask),
+        ("healthy_for", f"{duration(policy.healthy_for)} without a fault counts as progress where none is reported"),
+    )
+    return [line for key, text in rows for line in _entry(f"  {key:<18}", text)]
+
+
+def _rung(policy: Policy, rung: Rung) -> str:
+    conditions = []
+    if rung.codes:
+        conditions.append(f"only for {_or(rung.codes)}")
+    if rung.when:
+        conditions.append(f"when examined {_or(rung.when)}")
+    head = f"{', '.join(conditions)}: " if conditions else ""
+    if rung.strategy is Strategy.FAIL:
+        return f"{head}the job ends as FAILED"
+    if rung.strategy is Strategy.ASK:
+        return f"{head}a person decides; without an answer within {duration(policy.timeouts.answer_within)} the job fails"
+    parts = [_tries(rung)]
+    if rung.delay:
+        parts.append(f"after {_delays(rung)}")
+    if rung.isolate:
+        parts.append("isolates the suspects")
+    parts.append("spends a restart" if rung.spends else "spends no restart")
+    return head + "; ".join(parts)
+
+
+def _tries(rung: Rung) -> str:
+    if rung.tries is None:
+        return "always"
+    text = _tries_of(rung.tries)
+    if rung.consecutive:
+        text += " in a row"
+    if rung.window is not None:
+        text += f" within {duration(rung.window)}"
+    text += ", counted for the whole job" if rung.key == ("job",) else f", counted by {_and([KEYS[key] for key in rung.key])}"
+    if rung.consecutive:
+        anew = [str(one) for one in rung.reset_by if one != "PROGRESS"] or ([] if rung.reset_by else ["a fault of another cause"])
+        if not rung.reset_by or "PROGRESS" in rung.reset_by:
+            anew.append("progress")
+        text += f"; a row begins anew after {_or(anew)}"
+    return text
+
+
+def _delays(rung: Rung) -> str:
+    if rung.backoff == 1.0:
+        return duration(rung.delay)
+    count = DELAYS_SHOWN if rung.tries is None else min(rung.tries, DELAYS_SHOWN)
+    delays = [rung.delay_of(used) for used in range(count)]
+    shown = ", ".join(duration(delay) for delay in delays)
+    if rung.tries is not None and rung.tries <= DELAYS_SHOWN:
+        return shown
+    return f"{shown} … at most {duration(max(MAX_BACKOFF, rung.delay))}"
+
+
+def _then(rung: Rung) -> str:
+    """What leads to the next rung; empty where nothing does."""
+    ways = []
+    if rung.tries is not None:
+        ways.append("used up")
+    if rung.strategy.repairs:
+        ways.append("the repair fails")
+    if others := [verdict for verdict in Verdict if rung.when and verdict not in rung.when]:
+        ways.append(f"the verdict is {_or(others)}")
+    if rung.codes:
+        ways.append("the code is another")
+    if rung.strategy is Strategy.SHRINK:
+        ways.append("fewer than its min would be left")
+    return ", or ".join(ways)
+
+
+def _legend(used: set[Strategy]) -> list[str]:
+    lines = [f"  {strategy:<17} {what}" for strategy, what in STRATEGIES.items() if strategy in used]
+    if needed := [strategy for strategy in SUSPECTS_NEEDED if strategy in used]:
+        passed = "is" if len(needed) == 1 else "are"
+        lines += _entry("  ", f"{_and(needed)} {passed} passed over where nobody is suspected; beyond the last rung the job fails.")
+    return lines
+
+
+def _rung_view(number: int, rung: Rung) -> dict[str, Any]:
+    count = DELAYS_SHOWN if rung.tries is None else rung.tries
+    return {
+        "number": number,
+        "strategy": str(rung.strategy),
+        "tries": rung.tries,
+        "window": rung.window.total_seconds() if rung.window is not None else None,
+        "key": list(rung.key),
+        "consecutive": rung.consecutive,
+        "reset_by": [str(one) for one in rung.reset_by],
+        "codes": list(rung.codes),
+        "when": [str(verdict) for verdict in rung.when],
+        "isolate": rung.isolate,
+        "spends": rung.spends and not rung.strategy.ends,
+        "delays": [rung.delay_of(used).total_seconds() for used in range(count)] if rung.delay else [],
+        "then": _then(rung),
+    }
+
+
+def _entry(head: str, text: str) -> list[str]:
+    """A head, and a text wrapped beside it."""
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _tries_of(count: int) -> str:
+    return "1 try" if count == 1 else f"{count} tries"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

@@ -1,0 +1,142 @@
+"""Looks at nodes and orders a repair of one. Every refusal is a `Mistake`: one sentence, nothing changed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from temporalio.client import ActivityFailureError, Client
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import WorkflowAlreadyStartedError
+
+from relaunch.cli.client import TASK_TIMEOUT, whoami
+from relaunch.cli.files import check_name
+from relaunch.cli.job_views import age
+from relaunch.config import Mistake
+from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
+from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
+from relaunch.pool.state import NodeRecord, Standing
+from relaunch.spec.policy import Strategy
+
+CHECK_WITHIN = {0: timedelta(seconds=90), 1: timedelta(minutes=5), 2: timedelta(minutes=20), 3: timedelta(minutes=65)}
+"""For a whole fleet side by side: probing takes seconds, DCGM what its level takes."""
+REPAIR_WITHIN = timedelta(minutes=40)
+"""Of a repair that a person orders: a reboot takes up to 25 minutes, and a look before and after."""
+
+
+async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str], level: int) -> tuple[NodeHealth, ...]:
+    """Examine nodes (none named: all of the fleet). A node with ranks is only probed: DCGM wants its GPUs free.
+
+    Raises:
+        Mistake: no worker answers, or it does not know the fleet or a node.
+    """
+    for node in nodes:
+        check_name("node", node)
+    within = CHECK_WITHIN[level]
+    try:
+        result: tuple[NodeHealth, ...] = await client.execute_activity(
+            "check_nodes",
+            ExamineNodesInput(check_name("fleet", fleet), tuple(nodes), f"check by {whoami()}", level, within),
+            id=f"check_nodes/{fleet}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=tuple[NodeHealth, ...],
+            schedule_to_start_timeout=timedelta(seconds=10),
+            start_to_close_timeout=within,
+            schedule_to_close_timeout=within + timedelta(seconds=10),
+            heartbeat_timeout=timedelta(seconds=10),
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            summary=f"check {', '.join(nodes[:3]) or 'all nodes'} of fleet {fleet}",
+        )
+    except ActivityFailureError as error:
+        cause = error.cause
+        told = str(getattr(cause, "message", "") or cause or error)
+        raise Mistake(told if getattr(cause, "type", "") == "BadInput" else f"no worker answers for fleet {fleet}: {told}") from None
+    return result
+
+
+def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
+    """`nodes check --json`; the keys are a promise. `kept`: what the fleet knows of a node that it gives to no job."""
+    health = item.health
+    free = "free" if kept is None else str(kept.standing)
+    jobs = [one.split(" ")[1] for one in health.busy if one.startswith("job ")]
+    return {
+        "name": item.node,
+        "state": "silent" if not health.boot_id else "busy" if health.busy else free,
+        "job": jobs[0] if jobs else None,
+        "gpus": item.gpus,
+        "health": str(health.verdict),
+        "because": health.because,
+        "by": (kept.by or None) if kept is not None else None,
+        "standing": str(Standing.IN_SERVICE if kept is None else kept.standing),
+        "reason": kept.because if kept is not None else "",
+        "history": [{"at": one.at.isoformat(), "what": "reboot", "because": one.because} for one in health.reboots],
+        "findings": [{"code": one.code, "role": str(one.role), "gpu": one.gpu, "because": one.because} for one in health.findings],
+        "boot_id": health.boot_id,
+    }
+
+
+def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "BECAUSE"):
+        table.add_column(title, no_wrap=title in ("NODE", "STATE", "HEALTH"), justify="right" if title == "GPUS" else "left")
+    for one in rows:
+        reboots = [datetime.fromisoformat(each["at"]) for each in one["history"]]
+        history = f"{len(reboots)} reboot{'s' if len(reboots) > 1 else ''}, the last {age(now - max(reboots))} ago" if reboots else ""
+        by = f" by {one['by']}" if one["by"] else ""
+        kept = f"; {one['standing']}{by}: {one['reason']}" if one["reason"] else ""
+        table.add_row(one["name"], one["state"], one["job"] or "", str(one["gpus"]), one["health"], history, one["because"] + kept)
+    Console(markup=False, highlight=False).print(table)
+
+
+async def repair(
+    client: Client,
+    task_queue: str,
+    fleet: str,
+    node: str,
+    strategy: Strategy,
+    gpus: Sequence[str],
+    because: str,
+    level: int,
+    power: bool = False,
+) -> NodeRepairResult:
+    """Order a repair and wait for its end. Whoever orders it has approved it.
+
+    Raises:
+        Mistake: one of this node is under way.
+    """
+    id_ = repair_id(fleet, node)
+    order = NodeRepairInput(
+        fleet=fleet,
+        node=node,
+        strategy=strategy,
+        because=because,
+        by=whoami(),
+        deadline=datetime.now(UTC) + REPAIR_WITHIN,
+        gpus=tuple(gpus),
+        approved_by=whoami(),
+        level=level,
+        power=power,
+    )
+    try:
+        handle = await client.start_workflow(
+            "NodeRepair",
+            order,
+            id=id_,
+            task_queue=task_queue,
+            result_type=NodeRepairResult,
+            task_timeout=TASK_TIMEOUT,
+            static_summary=f"{strategy} of {node}, ordered by {whoami()}",
+        )
+    except WorkflowAlreadyStartedError:
+        raise Mistake(f"node {node}: a repair of it is under way ({id_}); see it in the web UI, or cancel it there") from None
+    result: NodeRepairResult = await handle.result()
+    return result
+
+
+def repair_id(fleet: str, node: str) -> str:
+    return f"{REPAIR_ID_PREFIX}{check_name('fleet', fleet)}/{check_name('node', node)}"

@@ -1,0 +1,178 @@
+"""`run`: one job from the command line, with a server of its own where none runs. Its exit code is the job's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from relaunch.cli import files
+from relaunch.cli.service import READY_WITHIN, RELAUNCH, STOP_WITHIN, write_local_fleet
+from relaunch.config import Mistake, Settings
+from relaunch.temporal import connect, running_up
+
+INTERRUPTED = 130
+PASSED_ON = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+PASSED_ON_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "PYTHON")
+"""What decides which program runs and how its ranks talk. Not all: an environment has secrets, and a job is written into history."""
+
+
+def job_of(
+    command: list[str], nodes: str, nproc: int, policy: str | None, name: str | None, env: list[str], fleet: str | None
+) -> dict[str, Any]:
+    """Return the job as a mapping of what was typed."""
+    if not command:
+        raise Mistake("no command: write it after `--`, such as `relaunch run -- python train.py`")
+    if shutil.which(command[0]) is None:
+        raise Mistake(f"command {command[0]!r} is not found: expected a program on PATH or a path to one that may be executed")
+    optional = {"policy": policy, "fleet": fleet}
+    return {
+        "name": name or default_name(command),
+        "command": command,
+        "nodes": nodes,
+        "nproc_per_node": nproc,
+        "workdir": str(Path.cwd()),
+        "env": environment(os.environ, env),
+        **{key: value for key, value in optional.items() if value is not None},
+    }
+
+
+def environment(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
+    chosen = {name: value for name, value in ours.items() if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)}
+    for item in wanted:
+        name, equals, value = item.partition("=")
+        if not equals and name not in ours:
+            raise Mistake(f"--env {name}: there is no such variable here; expected NAME=VALUE or the name of one that is set")
+        chosen[name] = value if equals else ours[name]
+    return chosen
+
+
+def default_name(command: list[str]) -> str:
+    """A name that says what runs, and that no other `run` has."""
+    words = [word for word in command if not word.startswith("-")]
+    script = next((word for word in words[1:] if word.endswith((".py", ".sh"))), words[0] if words else "job")
+    stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(script).stem).strip("-")[:30] or "job"
+    return f"{stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
+
+
+@dataclass
+class OwnService:
+    """`relaunch up` as a child: it goes down with us, or, asked to drain, when the job has ended."""
+
+    state: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    async def address(self) -> str:
+        deadline = time.monotonic() + READY_WITHIN
+        while time.monotonic() < deadline:
+            if up := running_up(self.state):
+                return up.address
+            if self.process.poll() is not None:
+                lines = self.log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+                raise Mistake(lines[-1].removeprefix("relaunch: "))
+            await asyncio.sleep(0.02)
+        raise Mistake(f"the server did not come up within {READY_WITHIN:g} s: see {self.log}")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(3 * STOP_WITHIN)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def leave(self) -> None:
+        """Let it see the job to its end alone."""
+        stdin: IO[bytes] | None = self.process.stdin
+        if stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(b"drain\n")
+                stdin.flush()
+
+
+def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
+    state = settings.state / "runs" / name
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fleet = write_local_fleet(state, nodes)
+        log = state / "up.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*RELAUNCH, "up", "--attended", "--state", str(state), "--port", "0", "--ui-port", "0", "--fleet", str(fleet)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise Mistake(f"state folder {state} cannot be written: {error.strerror}; choose another with RELAUNCH_STATE") from None
+    return OwnService(state, process, log)
+
+
+async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], None]) -> int:
+    """Run a job to its end."""
+    shared = bool(os.environ.get("TEMPORAL_ADDRESS")) or running_up(settings.state) is not None
+    own: OwnService | None = None
+    spec, policy = files.job_from_flags(values)
+    if not shared:
+        own = start_own(settings, spec.name, spec.node_count)
+        say(f"no server runs, so this job brings its own; its state is {own.state}")
+    kept = True
+    try:
+        from relaunch.cli.submit import submit
+
+        client = await connect(settings.state, await own.address() if own else None)
+        await submit(client, settings.task_queue, spec, policy)
+        # From here on ctrl-C means the job, and not only this program.
+        interruptions: asyncio.Queue[None] = asyncio.Queue()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, interruptions.put_nowait, None)
+        say(f"job {spec.name} submitted: {spec.size}")
+        from relaunch.cli import follow, jobs  # while the ranks start
+
+        following = asyncio.create_task(follow.follow_with_logs(client, settings.task_queue, spec.name, say))
+        code = await _until_done(following, interruptions, lambda: jobs.cancel(client, spec.name, "ctrl-C"), spec.name, say)
+        if code is None:
+            if own:
+                own.leave()
+                own = None
+            return INTERRUPTED
+        kept = code != 0
+        return code
+    finally:
+        if own:
+            own.stop()
+            if not kept:
+                shutil.rmtree(own.state, ignore_errors=True)
+
+
+async def _until_done(
+    following: asyncio.Task[int],
+    interruptions: asyncio.Queue[None],
+    cancel: Callable[[], Coroutine[Any, Any, Any]],
+    name: str,
+    say: Callable[[str], None],
+) -> int | None:
+    """Wait for the job; the first interruption cancels it, the second returns None at once."""
+    cancelling: asyncio.Task[Any] | None = None
+    while True:
+        interrupted = asyncio.create_task(interruptions.get())
+        await asyncio.wait({following, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            interrupted.cancel()
+            return following.result()
+        if cancelling is not None:
+            say(f"leaving; job {name} is being cancelled")
+            following.cancel()
+            await asyncio.wait([cancelling], timeout=2)  # the message itself must be out
+            return None
+        say(f"cancelling job {name}; ctrl-C again leaves at once")
+        cancelling = asyncio.create_task(cancel())

@@ -1,0 +1,295 @@
+"""Temporal's server, its web UI and a worker on this machine: started together, restarted when they die, stopped together.
+
+Ranks are no children of these processes: they live on whatever happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from relaunch.config import Mistake
+from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
+
+RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"))
+"""This very package. -P: what lies beside that file is no module of its own."""
+HOST = "127.0.0.1"  # the embedded server has neither TLS nor users
+LOCAL_NODES = 16
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
+STEADY_AFTER = 30.0
+"""Seconds alive after which a death is a new one, not the last one again."""
+READY_WITHIN = 30.0
+"""Seconds; a new database takes 0.5 s, a large one on a busy machine some more."""
+STOP_WITHIN = 15.0
+"""Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
+DRAIN_WITHIN = 120.0
+"""Seconds that jobs have to end once nobody waits for them any more; longer than stopping ranks takes."""
+PR_SET_PDEATHSIG = 1
+SERVER_OPTIONS = (
+    # Write-ahead: three times the throughput. FULL: a power cut loses nothing that was acknowledged.
+    ("--sqlite-pragma", "journal_mode=WAL"),
+    ("--sqlite-pragma", "synchronous=FULL"),
+    # The one shard of this server looks at its queues 20 times a second by default: 50 ms for every hop.
+    ("--dynamic-config-value", "history.transferProcessorMaxPollRPS=1000"),
+    ("--dynamic-config-value", "history.timerProcessorMaxPollRPS=1000"),
+    # A cancelled activity is told at once, not with its next heartbeat.
+    ("--dynamic-config-value", "system.enableCancelActivityWorkerCommand=true"),
+    ("--dynamic-config-value", "frontend.WorkerCommandsEnabled=true"),
+)
+
+
+@dataclass(frozen=True)
+class Service:
+    state: Path
+    port: int
+    ui_port: int
+    fleets: tuple[Path, ...]
+    worker: bool = True
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
+    def ui(self) -> str:
+        return f"http://{HOST}:{self.ui_port}"
+
+
+def find_server() -> Path:
+    """The `temporal` binary: of the package in this Python's environment, else one on PATH."""
+    beside = Path(sys.executable).with_name("temporal")
+    found = str(beside) if beside.exists() else shutil.which("temporal")
+    if found is None:
+        raise Mistake("the temporal binary is neither in .venv/bin nor on PATH: run `make setup`")
+    return Path(found)
+
+
+def prepare_state(state: Path) -> IO[str]:
+    """Make the state folder and hold its lock as long as the file is open.
+
+    Raises:
+        Mistake: it cannot be written, or another `up` runs on it.
+    """
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (state / "up.lock").open("a+")
+    except OSError as error:
+        raise Mistake(f"state folder {state} cannot be written: {error.strerror}; choose another with --state or RELAUNCH_STATE") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise Mistake(f"another `relaunch up` runs on state folder {state}: choose another with --state") from None
+    return lock
+
+
+def choose_port(option: str, port: int) -> int:
+    """Return a port that is free now; 0 asks for any."""
+    with socket.socket() as probe:
+        # As the server will: the remains of closed connections do not matter, a listener does.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise Mistake(f"port {port} cannot be used: {error.strerror}; choose another with {option}") from None
+        except OverflowError:
+            raise Mistake(f"{port} is not a port: expected 0 to 65535 for {option}") from None
+        return int(probe.getsockname()[1])
+
+
+def write_local_fleet(state: Path, nodes: int) -> Path:
+    """Write the fleet `default` of nodes on this machine."""
+    folder = state / "fleets"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "default.yaml"
+    lines = [f"  - {{name: local-{n}, address: 127.77.{(n - 1) // 250}.{(n - 1) % 250 + 1}}}" for n in range(1, nodes + 1)]
+    acts = "repairs: act  # a reboot of such a node ends its processes, and nothing else"
+    head = ("# Written by relaunch: nodes on this machine.", "name: default", "backend: local", acts, "nodes:")
+    path.write_text("\n".join((*head, *lines)) + "\n")
+    return path
+
+
+async def serve(service: Service, say: Callable[[str], None], attended: bool) -> None:
+    """Run until SIGINT or SIGTERM.
+
+    With `attended`, stdin is held by whoever waits for the job. Its end means: stop at once; `drain` before it: once no job runs.
+
+    Raises:
+        Mistake: the server or the worker cannot be started.
+    """
+    stop = asyncio.Event()
+    drain = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    if attended:
+        loop.add_reader(sys.stdin.fileno(), lambda: _on_stdin(stop, drain))
+    environment = {
+        **os.environ,
+        "TEMPORAL_ADDRESS": service.address,
+        "RELAUNCH_STATE": str(service.state.resolve()),
+        "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
+    }
+    ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
+    database = ["--db-filename", str(service.state / "temporal.db")]
+    options = [word for pair in SERVER_OPTIONS for word in pair]
+    command = [str(find_server()), "server", "start-dev", *ports, *database, "--log-level", "error", *options]
+    server = Keeper("server", command, environment, service.state / "server.log", say)
+    worker = Keeper("worker", [*RELAUNCH, "worker"], environment, service.state / "worker.log", say)
+    waiting = [*RELAUNCH, "warm", str(service.state.resolve())]
+    warm = Keeper("warm command line", waiting, environment, service.state / "warm.log", say)
+    warming: asyncio.Task[None] | None = None
+    stopping = asyncio.create_task(stop.wait())
+    keepers = [asyncio.create_task(server.keep())]
+    try:
+        ready = asyncio.create_task(_ready(service, server))
+        await asyncio.wait({ready, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            await _first(ready, *keepers)
+            write_up(service.state, service.address, service.ui)
+            say(f"server {service.address}, web UI {service.ui}, state {service.state}")
+            if service.worker:
+                keepers.append(asyncio.create_task(worker.keep()))
+                say(f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops both, ranks live on")
+            if not attended:  # nobody types commands for a server that has one job
+                warming = asyncio.create_task(warm.keep())
+                warming.add_done_callback(lambda task: _without(task, say))
+            await asyncio.wait({stopping, asyncio.create_task(drain.wait()), *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            if drain.is_set() and not stop.is_set():
+                await _jobs_ended(service, stopping)
+        for keeper in keepers:
+            if keeper.done():
+                keeper.result()
+    finally:
+        (service.state / UP_FILE).unlink(missing_ok=True)
+        for keeper in keepers:
+            keeper.cancel()
+        ready.cancel()
+        if warming:
+            warming.cancel()
+        await warm.end()
+        await worker.end()  # first, so that it can hand its watches back
+        await server.end()
+
+
+class Keeper:
+    """Keeps one child process alive."""
+
+    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], log: Path, say: Callable[[str], None]) -> None:
+        self._name, self._command, self._environment, self._log, self._say = name, command, environment, log, say
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def keep(self) -> None:
+        """Start the child, and again whenever it ends.
+
+        Raises:
+            Mistake: it says with exit code 2 that its settings cannot be used.
+        """
+        backoff = FIRST_BACKOFF
+        while True:
+            begun = time.monotonic()
+            with self._log.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    # Ctrl-C in this terminal is ours to pass on.
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(os.getpid()),
+                )
+            code = await self._process.wait()
+            if code == 2:
+                raise Mistake(f"the {self._name} cannot start: {self.last_words()}")
+            backoff = FIRST_BACKOFF if time.monotonic() - begun > STEADY_AFTER else min(2 * backoff, LONGEST_BACKOFF)
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._say(f"the {self._name} ended ({how}: {self.last_words()}); starting it again in {backoff:g} s")
+            await asyncio.sleep(backoff)
+
+    def last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = [line for line in self._log.read_bytes()[-4096:].decode(errors="replace").splitlines() if line.strip()]
+            if lines:
+                return lines[-1].strip()
+        return "it printed nothing"
+
+    async def end(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_WITHIN)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _without(warming: asyncio.Task[None], say: Callable[[str], None]) -> None:
+    """Commands start more slowly without it, and that is all."""
+    if not warming.cancelled() and (error := warming.exception()) is not None:
+        say(f"{error}; commands start without it")
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def before_exec() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+    return before_exec
+
+
+async def _ready(service: Service, server: Keeper) -> None:
+    deadline = time.monotonic() + READY_WITHIN
+    while True:
+        try:
+            client = await connect(service.state, service.address)
+            await ensure_namespace(client)
+            return
+        except Mistake:
+            if time.monotonic() > deadline:
+                raise Mistake(f"the server did not come up within {READY_WITHIN:g} s: {server.last_words()}") from None
+        await asyncio.sleep(0.05)
+
+
+async def _first(*tasks: asyncio.Task[None]) -> None:
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _jobs_ended(service: Service, stopping: asyncio.Task[bool]) -> None:
+    client = await connect(service.state, service.address)
+    deadline = time.monotonic() + DRAIN_WITHIN
+    while not stopping.done() and time.monotonic() < deadline:
+        if (await client.count_workflows('WorkflowType = "TrainingJob" AND ExecutionStatus = "Running"')).count == 0:
+            return
+        await asyncio.wait({stopping}, timeout=0.5)
+
+
+def _on_stdin(stop: asyncio.Event, drain: asyncio.Event) -> None:
+    data = os.read(sys.stdin.fileno(), 4096)
+    if b"drain" in data:
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        drain.set()
+    elif not data:
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        stop.set()

@@ -1,0 +1,76 @@
+"""Asks, through a worker, where the ranks of a job are at the moment, and prints it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from temporalio.client import ActivityFailureError, Client
+from temporalio.common import RetryPolicy
+
+from relaunch.cli import jobs
+from relaunch.config import Mistake
+from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
+
+TAKEN_WITHIN = 10.0
+"""Seconds for a worker to begin."""
+EACH = 30.0
+"""Seconds for a rank: py-spy has 20 of them. Those of one node are looked at one after the other."""
+
+
+async def read(client: Client, task_queue: str, job: str, rank: int | None) -> tuple[Stack, ...]:
+    """Look at the ranks of a job's newest generation.
+
+    Raises:
+        Mistake: there are none, or no worker answers.
+    """
+    now = await jobs.look(client, job)
+    state = now.state
+    if state is None:
+        raise Mistake(f"job {job}: no worker answers, and only a worker can look at ranks: start one")
+    if state.generation == 0 or not state.slots:
+        raise Mistake(f"job {job} has no ranks at the moment: it is {now.memo.get('phase') or state.phase}")
+    each = state.spec.ranks_per_node
+    ranks = range(each * len(state.slots)) if rank is None else (rank,)
+    if rank is not None and not 0 <= rank < each * len(state.slots):
+        raise Mistake(f"job {job} has no rank {rank}: expected 0 to {each * len(state.slots) - 1}")
+    within = timedelta(seconds=EACH * min(each, len(ranks)))
+    try:
+        answer: ReadStacksOutput = await client.execute_activity(
+            "read_stacks",
+            ReadStacksInput(
+                fleet=state.spec.fleet,
+                places=tuple((state.slots[one // each].node, one) for one in ranks),
+                namespace=state.namespace,
+                job=state.name,
+                submission=state.submission,
+                generation=state.generation,
+            ),
+            id=f"read_stacks/{state.name}/{state.generation}/{uuid.uuid4().hex}",
+            task_queue=task_queue,
+            result_type=ReadStacksOutput,
+            schedule_to_start_timeout=timedelta(seconds=TAKEN_WITHIN),
+            start_to_close_timeout=within,
+            schedule_to_close_timeout=within + timedelta(seconds=TAKEN_WITHIN),
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            summary=f"stacks of {state.name}, generation {state.generation}",
+        )
+    except ActivityFailureError as error:
+        raise Mistake(f"job {job}: no worker answers: {getattr(error.cause, 'message', '') or error.cause or error}") from None
+    return answer.stacks
+
+
+def rows(found: Sequence[Stack]) -> list[dict[str, Any]]:
+    """`stacks --json`; the keys are a promise."""
+    return [asdict(one) for one in found]
+
+
+def lines(found: Sequence[Stack]) -> list[str]:
+    told: list[str] = []
+    for one in found:
+        told += [f"[rank {one.rank}] {one.node}" + (f", pid {one.pid}" if one.pid is not None else "")]
+        told += [f"    {line}" for line in one.text.splitlines()]
+    return told

@@ -1,0 +1,74 @@
+"""Prints jobs, a job and its history for people, and shapes the same for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from relaunch.cli import job_views
+from relaunch.cli.jobs import Look, Row
+from relaunch.config import Mistake
+
+
+def row(item: Row) -> dict[str, Any]:
+    return {
+        "name": item.name,
+        "phase": item.phase,
+        "generation": item.generation,
+        "submitted": item.submitted.isoformat(),
+        "ended": item.ended.isoformat() if item.ended else None,
+    }
+
+
+def print_jobs(rows: Sequence[Row], now: datetime) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("JOB", "PHASE", "GENERATION", "SUBMITTED", "ENDED"):
+        table.add_column(title, no_wrap=title == "JOB", justify="right" if title == "GENERATION" else "left")
+    for item in rows:
+        generation = "" if item.generation is None else str(item.generation)
+        ended = f"{job_views.age(now - item.ended)} ago" if item.ended else ""
+        table.add_row(item.name, item.phase, generation, f"{job_views.age(now - item.submitted)} ago", ended)
+    Console(markup=False, highlight=False).print(table if rows else "no jobs")
+
+
+def show_view(now: Look, at: datetime) -> dict[str, Any]:
+    """Return what `show --json` prints; where nobody can be asked, the same keys with what the server itself holds."""
+    if now.state is not None:
+        return {**job_views.show(now.state, now.watch, at), "source": now.source}
+    if "phase" not in now.memo:
+        raise Mistake(f"job {now.name} is {now.status} and left no word, and no worker answers for it: start a worker and try again")
+    nothing = dict.fromkeys(("progress", "incidents", "ranks", "generation", "incident", "ended", "exit_code", "submitted"))
+    return {
+        "name": now.name,
+        "phase": now.phase,
+        **nothing,
+        "nodes": [],
+        "budgets": {},
+        "because": now.memo.get("because"),
+        "next": {"what": now.memo.get("next"), "at": None},
+        "lost": [],
+        "stalled": [],
+        "avoided": [],
+        "notices": [],
+        "source": now.source,
+    }
+
+
+def print_show(view: Mapping[str, Any], now: Look) -> None:
+    if now.state is None:
+        print(f"job         {view['name']}\nphase       {view['phase']}: {view['because']}\nnext        {view['next']['what']}")
+        print("\nno worker answers: this is what the job itself wrote down last")
+        return
+    print("\n".join(job_views.show_lines(view)))
+    if now.source == "result":
+        print(f"\nended {view['ended']} with exit code {view['exit_code']}")
+
+
+def print_history(job: str, entries: Sequence[Mapping[str, Any]]) -> None:
+    if not entries:
+        print(f"job {job} has met no incident")
+    print("\n\n".join("\n".join(job_views.history_lines(entry)) for entry in entries))

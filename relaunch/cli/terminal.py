@@ -1,0 +1,55 @@
+"""What every command shares: the words of its options, how it connects, and how it speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from relaunch.config import Mistake, Settings, read_settings
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
+Because = Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")]
+
+
+def check_reason(text: str) -> str:
+    """Refuse a reason that says nothing.
+
+    Raises:
+        Mistake: it is blank.
+    """
+    if not text.strip():
+        raise Mistake("--because is empty: expected a clause that says why, for those who read the history")
+    return text
+
+
+Why = Annotated[str, typer.Option("--because", callback=check_reason, help="Why, a clause for whoever reads the history.")]
+Job = Annotated[str, typer.Argument(metavar="JOB")]
+Value = TypeVar("Value")
+
+
+def say(text: str) -> None:
+    print(f"relaunch: {text}", file=sys.stderr, flush=True)
+
+
+def with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
+    """Read the settings, connect, and do one thing."""
+
+    async def connected() -> Value:
+        from relaunch.temporal import connect
+
+        settings = read_settings()
+        return await work(await connect(settings.state), settings)
+
+    return asyncio.run(connected())
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,84 @@
+"""Asks a person whether a node's host key is the right one, and writes it down. A key that has changed is never replaced here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from relaunch.cli.direct import NoKey, remember
+from relaunch.config import Mistake
+from relaunch.spec.fleet import FleetSpec
+
+if TYPE_CHECKING:
+    from relaunch.backends.ssh.trust import HostKey
+
+
+def trust(spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Callable[[str], str] | None) -> bool:
+    """Show the keys, ask for each unknown one, remember those that were vouched for; return whether all are known now.
+
+    Args:
+        yes: Vouch for all unknown ones without a question.
+        ask: Puts a question to a person; None where there is no terminal.
+
+    Raises:
+        Mistake: there is nobody to ask.
+    """
+    known = True
+    for key in keys:
+        if isinstance(key, NoKey):
+            print(f"{key.node}: {key.because}")
+            known = False
+        elif key.standing == "known":
+            print(f"{key.node}: {key.algorithm} {key.fingerprint}, known already")
+        elif key.standing == "unknown":
+            known = _unknown(spec, key, yes, ask) and known
+        else:
+            print(_danger(key))
+            known = False
+    return known
+
+
+def _unknown(spec: FleetSpec, key: HostKey, yes: bool, ask: Callable[[str], str] | None) -> bool:
+    address = next(node.address for node in spec.nodes if node.name == key.node)
+    print(f"{key.node} ({address}): {key.algorithm} {key.fingerprint}, to be written into {key.file}")
+    if not yes:
+        if ask is None:
+            raise Mistake(
+                f"there is no terminal to ask at whether that is {key.node}'s key: compare it with the machine's own, then add --yes"
+            )
+        print(f"  on the machine itself: ssh-keygen -lf /etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub")
+        answer = ask(f"  is that the key of {key.node}? [y/N] ").strip().lower()
+        if answer not in ("y", "yes"):
+            print(f"{key.node}: not trusted, nothing written")
+            return False
+    remember(key)
+    print(f"{key.node}: trusted")
+    return True
+
+
+def _danger(key: HostKey) -> str:
+    if key.standing == "revoked":
+        return f"{key.node}: {key.because}: whoever has that key is not to be trusted. Nothing written"
+    name, file = shlex.quote(key.known_as), key.told_by or key.file
+    return (
+        f"{key.node}: {key.because}\n"
+        "  Somebody who answers in the node's place would look exactly like this, and would be given your commands and your secrets.\n"
+        "  If the machine was installed anew, and you know it from somewhere else than this connection, forget the old key first:\n"
+        f"      ssh-keygen -R {name} -f {file if file.startswith('~/') else shlex.quote(file)}\n"
+        "  and run this command again. Nothing written"
+    )
+
+
+def at_terminal() -> Callable[[str], str] | None:
+    """How a person is asked here; None where there is none."""
+    return _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
+
+
+def _ask(question: str) -> str:
+    try:
+        return input(question)
+    except EOFError:  # ctrl-D is no yes
+        print()
+        return ""

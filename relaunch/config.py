@@ -1,0 +1,135 @@
+"""What whoever runs relaunch can set: read once, from the environment and one file, and never changed.
+
+How to reach Temporal is not here: that is Temporal's own configuration (`connection`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+PREFIX = "RELAUNCH_"
+FILE_VARIABLE = "RELAUNCH_SETTINGS"
+DEFAULT_FILE = "relaunch.toml"
+NO_WARM = "RELAUNCH_NO_WARM"
+"""Makes the command line start without the help of a running `up`; for whoever measures or suspects it."""
+OF_RANKS = (
+    "RELAUNCH_JOB",
+    "RELAUNCH_GENERATION",
+    "RELAUNCH_TOKEN",
+    "RELAUNCH_PROGRESS_FILE",
+    "RELAUNCH_NODE",
+    "RELAUNCH_NODE_STATE",
+    "RELAUNCH_AGENT_STATE",
+)
+"""Variables that relaunch gives to ranks and agents: not settings, and no mistakes either when a rank calls the command line."""
+
+
+class Mistake(Exception):
+    """What a person wrote cannot be used. One sentence: the thing, the value, what is expected."""
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    state: Path = Path(".relaunch")
+    """Folder of the embedded server, of local nodes and of archived incidents."""
+    jobs: int = Field(default=100, ge=1, le=10_000)
+    """How many jobs this worker watches at once: each holds one activity slot for its whole life."""
+    task_queue: str = Field(default="relaunch", min_length=1)
+    graceful_shutdown: float = Field(default=5.0, ge=0)
+    """Seconds that running activities are given when the worker is stopped."""
+    answer_within: float = Field(default=5.0, gt=0)
+    """Seconds for an answer of a node that needs no waiting there; a node that takes longer counts as unreachable for that call."""
+    metrics: str | None = None
+    """host:port on which the worker serves Prometheus metrics."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    fleets: tuple[Path, ...] = ()
+    """Fleet files. In the environment separated by `:`, as in PATH."""
+
+    @field_validator("fleets", mode="before")
+    @classmethod
+    def _as_in_path(cls, value: Any) -> Any:
+        return [item for item in value.split(os.pathsep) if item] if isinstance(value, str) else value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _upper(cls, value: Any) -> Any:
+        return value.upper() if isinstance(value, str) else value
+
+    @field_validator("metrics")
+    @classmethod
+    def _host_and_port(cls, value: str | None) -> str | None:
+        if value is not None and not (re.fullmatch(r".+:\d{1,5}", value) and int(value.rpartition(":")[2]) < 2**16):
+            raise ValueError("expected host:port, such as 127.0.0.1:9464")
+        return value
+
+
+def settings_file() -> Path | None:
+    """The file in use: the one that $RELAUNCH_SETTINGS names, or relaunch.toml where we stand."""
+    named = os.environ.get(FILE_VARIABLE, "")
+    if named:
+        return Path(named)
+    return Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None
+
+
+def read_settings(**overrides: Any) -> Settings:
+    """Read the settings; `overrides` are what the command line says.
+
+    Raises:
+        Mistake: a value, a key or the file itself cannot be used.
+    """
+    file = settings_file()
+    written: dict[str, Any] = {}
+    if file is not None:
+        try:
+            written = tomllib.loads(file.read_text())
+        except OSError as error:
+            raise Mistake(f"settings file {file} cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise Mistake(f"settings file {file} is not TOML: {error}") from None
+    known = {f"{PREFIX}{name.upper()}": name for name in Settings.model_fields}
+    exported = {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX) and value}
+    for variable in exported:
+        if variable not in (*known, *OF_RANKS, FILE_VARIABLE, NO_WARM):
+            raise Mistake(f"{variable} is no setting: one of {', '.join(sorted(known))}")
+    typed = {name: value for name, value in overrides.items() if value is not None}
+    in_environment = {known[variable]: value for variable, value in exported.items() if variable in known}
+    values = {**written, **in_environment, **typed}
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            raise Mistake(f"settings file {file}: {name} is no setting: one of {', '.join(Settings.model_fields)}") from None
+        in_file = f"settings file {file}: {name}"
+        where = f"setting {name}" if name in typed else f"{PREFIX}{name.upper()}" if name in in_environment else in_file
+        raise Mistake(f"{where} is {values[name]!r}: {what}") from None
+
+
+def describe_settings(settings: Settings, overrides: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+    """Return (name, value, source) of each setting, for `relaunch-worker --show-settings`."""
+    file = settings_file()
+    written = tomllib.loads(file.read_text()) if file else {}
+    rows = []
+    for name in Settings.model_fields:
+        value = getattr(settings, name)
+        variable = f"{PREFIX}{name.upper()}"
+        if name in overrides:
+            source = "command line"
+        elif os.environ.get(variable):
+            source = variable
+        elif name in written:
+            source = str(file)
+        else:
+            source = "default"
+        shown = os.pathsep.join(str(item) for item in value) if isinstance(value, tuple) else "" if value is None else str(value)
+        rows.append((name, shown, source))
+    return rows

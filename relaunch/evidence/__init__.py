@@ -1,0 +1,1 @@
+"""What one piece of evidence says: exits, logs, Xids, DCGM, NVML, health. Pure: knows no jobs."""

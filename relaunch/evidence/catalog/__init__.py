@@ -1,0 +1,114 @@
+"""Facts about Xids, exits, log lines and stop codes, as data files with their sources; loaded once, and a user's word laid over them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides, LogOverride, XidOverride
+from relaunch.evidence.catalog.rows import Catalog, EcsStopRow, ExitRow, KernelRow, LogRow, NvlinkRule, RecoveryAction, XidRow
+from relaunch.evidence.catalog.signals import SIGNALS
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Role
+
+__all__ = [
+    "NO_OVERRIDES",
+    "Catalog",
+    "CatalogOverrides",
+    "EcsStopRow",
+    "ExitRow",
+    "KernelRow",
+    "LogRow",
+    "NvlinkRule",
+    "RecoveryAction",
+    "XidRow",
+    "catalog",
+    "exit_meaning",
+    "is_cascade",
+]
+
+FOLDER = Path(__file__).parent
+YOURS = "your policy"
+"""Source of a row that a user wrote."""
+
+
+def catalog(overrides: CatalogOverrides = NO_OVERRIDES) -> Catalog:
+    """Return the tables as one job sees them."""
+    return _built_in() if overrides == NO_OVERRIDES else _overridden(overrides.model_dump_json())
+
+
+@cache
+def _built_in() -> Catalog:
+    xids = _table("xids")
+    log = _table("log_lines")
+    return Catalog(
+        xids={row["code"]: XidRow(**_read(row)) for row in xids["rows"]},
+        recovery_actions={row["number"]: RecoveryAction(**_read(row)) for row in xids["recovery_actions"]},
+        nvlink=tuple(NvlinkRule(**row) for row in _table("nvlink")["rows"]),
+        exits={row["key"]: ExitRow(**_read(row)) for row in _table("exits")["rows"]},
+        log_lines=tuple(LogRow(**_read(row)) for row in log["rows"]),
+        advice_lines=tuple(re.compile(row["pattern"]) for row in log["advice"]),
+        kernel_lines=tuple(KernelRow(**_read(row)) for row in _table("kernel_lines")["rows"]),
+        ecs_stops=tuple(EcsStopRow(**_read(row)) for row in _table("ecs_stops")["rows"]),
+        dcgm={},
+    )
+
+
+def _table(name: str) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return table
+
+
+def _read(row: dict[str, Any]) -> dict[str, Any]:
+    """Turn a row's names into what they name; a word that names nothing raises."""
+    values = dict(row)
+    values["role"] = Role(row["role"])
+    values["cause"] = Cause(row["cause"]) if row["cause"] is not None else None
+    for field in ("pattern", "reason"):
+        if isinstance(row.get(field), str):
+            values[field] = re.compile(row[field])
+    return values
+
+
+@lru_cache(maxsize=64)  # one worker serves some tens of policies; a miss costs a few milliseconds
+def _overridden(canonical: str) -> Catalog:
+    overrides = CatalogOverrides.model_validate_json(canonical)
+    tables = _built_in()
+    return replace(
+        tables,
+        xids=tables.xids | {code: _xid(code, wish, tables.xids.get(code)) for code, wish in overrides.xid.items()},
+        exits=tables.exits
+        | {key: ExitRow(key, wish.cause, wish.role or Role.ROOT, wish.meaning, YOURS) for key, wish in overrides.exit.items()},
+        log_lines=_log_lines(tables.log_lines, overrides.log),
+        dcgm={error: wish.advice for error, wish in overrides.dcgm.items()},
+    )
+
+
+def _xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
+    row = known or XidRow(code, "", "", "", "", wish.effective_role, None, "a code that our catalog does not know", "")
+    because = f" ({YOURS}: {wish.because})" if wish.because else f" ({YOURS})"
+    return replace(row, role=wish.effective_role, cause=wish.cause, meaning=row.meaning + because, by_user=True)
+
+
+def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple[LogRow, ...]:
+    """A known id keeps its place in the order; new ones come first, as the user wrote them."""
+    yours = {w.id: LogRow(w.id, re.compile(w.pattern), w.role, w.cause, w.meaning, YOURS) for w in wishes}
+    known = {row.id for row in rows}
+    return (*(row for id_, row in yours.items() if id_ not in known), *(yours.get(row.id, row) for row in rows))
+
+
+def exit_meaning(exit_code: int | None, signal: int | None) -> ExitRow | None:
+    """What the catalog knows about an exit by itself; None when it says nothing more than "it failed"."""
+    key = SIGNALS.get(signal, "") if signal is not None else f"exit {exit_code}"
+    return catalog().exits.get(key)
+
+
+def is_cascade(lines: tuple[str, ...]) -> bool:
+    """Whether the last words of a rank say that it failed because a peer did."""
+    rows = [row for row in catalog().log_lines if row.role is Role.CASCADE]
+    return any(row.pattern.search(line) for line in lines for row in rows)

@@ -1,0 +1,57 @@
+"""Decodes the text of Xids 144 to 150 by NVIDIA's table. A text that is cut off, or that no rule fits, is said to be so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+
+from relaunch.evidence.catalog.rows import NvlinkRule
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Role
+
+XIDS = range(144, 151)
+
+_WORDS = re.compile(r"(?P<unit>[A-Z][A-Z0-9_]*)\b.*?\((?P<info>0x[0-9a-fA-F]{1,8})[ ,]+(?P<status>0x[0-9a-fA-F]{1,8})[ ,)]")
+
+_GRAVITY = {"RESET_GPU": 2, "XID_154_EVAL": 1, "IGNORE": 0}
+
+
+def decode(xid: int, text: str, rules: Iterable[NvlinkRule]) -> NvlinkRule | str:
+    """Return the rule that fits, or why none does."""
+    words = _WORDS.match(text)
+    if words is None:
+        return "not decoded: the line is cut off"
+    unit, info, status = words["unit"], int(words["info"], 16), int(words["status"], 16)
+    fits = [rule for rule in rules if rule.xid == xid and _matches(rule, info) and unit in rule.unit.split("/")]
+    for rule in fits:
+        if int(rule.error_status, 16) == status:
+            return rule
+    # The table has one row for each bit of the status and several may be set; 149 numbers its events instead.
+    among = [rule for rule in fits if xid != 149 and status & int(rule.error_status, 16)]
+    if among:
+        return max(among, key=lambda rule: _GRAVITY[rule.resolution])
+    return f"not decoded: NVIDIA's table has no row for {unit} {words['info']} {words['status']}"
+
+
+def reading(rule: NvlinkRule) -> tuple[Role, Cause | None]:
+    match rule.resolution:
+        case "RESET_GPU":
+            return Role.ROOT, Cause.GPU_RESET
+        case "XID_154_EVAL":
+            # The program is lost (Xid 45). What the GPU needs stands in an Xid 154, which is only printed when it needs something.
+            return Role.ROOT, Cause.GPU_TRANSIENT
+        case _:
+            return (Role.INFORMATION if rule.severity.startswith("Non-fatal") else Role.SYMPTOM), None
+
+
+def _matches(rule: NvlinkRule, info: int) -> bool:
+    mask, bits = _bits(rule.pattern_v1)
+    mask2, bits2 = _bits(rule.pattern_v2)
+    return info & mask == bits or info & mask2 == bits2
+
+
+@cache
+def _bits(pattern: str) -> tuple[int, int]:
+    """Which bits a pattern looks at, and what they have to be."""
+    return int("".join("0" if bit == "-" else "1" for bit in pattern), 2), int(pattern.replace("-", "0"), 2)

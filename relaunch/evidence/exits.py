@@ -1,0 +1,125 @@
+"""What the end of a process is evidence of: its exit code or signal, the lines it printed last, and why ECS stopped its task."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from relaunch.evidence.catalog import Catalog, ExitRow
+from relaunch.evidence.catalog.signals import SIGNALS
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Finding, Role
+
+SIGKILL = 9
+NEGATED = (4, 6, 7, 8, 9, 11, 15)
+"""Signals that Python programs pass on as `sys.exit(-n)`, which the kernel makes 256 - n. Others are as likely codes of their own."""
+LONGEST = 2000
+"""Characters of a line that are looked at: the words that name a fault stand at its start, and patterns take time."""
+EXCERPT = 200
+
+_RANK = re.compile(r"^\s*(?:\[(?:rank|default)\d+\]:\s?)+")
+"""How torch and torchrun mark whose line it is."""
+
+
+def read_exit(
+    exit_code: int | None, signal: int | None, *, stopped: bool, kernel: tuple[Finding, ...], pid: int | None, catalog: Catalog
+) -> Finding:
+    """Read an exit in the light of what the node's kernel said.
+
+    Args:
+        stopped: We ended the process ourselves.
+        kernel: Findings of the same node since this launch.
+    """
+    if signal is None and exit_code is not None and exit_code < 0:
+        signal = -exit_code
+    inner: int | None
+    if signal is not None:
+        code = signal_name(signal)
+        how, inner = f"killed by {code}", signal
+    elif exit_code is not None:
+        code, inner = f"exit {exit_code}", _signal_within(exit_code)
+        how = f"exited with code {exit_code}" + (f", which stands for {signal_name(inner)}" if inner is not None else "")
+    else:
+        return Finding("exit", "exit unknown", Role.SYMPTOM, "nobody knows how it ended", Cause.UNKNOWN, pid=pid)
+    if exit_code == 0 and signal is None:
+        return Finding("exit", code, Role.INFORMATION, "it ended well", pid=pid)
+    if stopped:
+        return Finding("exit", code, Role.CASCADE, f"{how}: we stopped it", pid=pid)
+    if inner == SIGKILL and (killer := _killed_for_memory(kernel, pid, direct=signal is not None)):
+        return Finding("exit", code, Role.ROOT, f"{how}: {killer.because}", Cause.OUT_OF_MEMORY, pid=pid)
+    row = catalog.exits.get(code) or (catalog.exits.get(signal_name(inner)) if inner is not None else None)
+    return _of_row(row, code, how, pid, by_signal=inner is not None)
+
+
+def _of_row(row: ExitRow | None, code: str, how: str, pid: int | None, *, by_signal: bool) -> Finding:
+    if row is not None:
+        return Finding("exit", code, row.role, f"{how}: {row.meaning}", row.cause, pid=pid)
+    if by_signal:
+        return Finding("exit", code, Role.SYMPTOM, f"{how}, nothing says by whom", Cause.UNKNOWN, pid=pid)
+    return Finding("exit", code, Role.WRAPPER, how, Cause.APPLICATION, pid=pid)
+
+
+def _killed_for_memory(kernel: tuple[Finding, ...], pid: int | None, *, direct: bool) -> Finding | None:
+    """Find the kernel's word that it killed this process, or where its pid cannot be in it, a process that looks like a rank.
+
+    A process that itself exits with 137 was not killed: one beneath it was, whose pid nobody here knows.
+    """
+    kills = [found for found in kernel if found.code == "oom-kill"]
+    named = next((kill for kill in kills if pid is not None and kill.pid == pid), None)
+    if named or (direct and pid is not None):
+        return named
+    return next((kill for kill in kills if kill.role is Role.CONFIRMATION), None)
+
+
+def _signal_within(exit_code: int) -> int | None:
+    """The signal that a shell (128 + n) or a Python program (256 - n) passes on as its exit code."""
+    if exit_code - 128 in SIGNALS:
+        return exit_code - 128
+    return 256 - exit_code if 256 - exit_code in NEGATED else None
+
+
+def signal_name(number: int) -> str:
+    return SIGNALS.get(number, f"signal {number}")
+
+
+def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
+    """One finding for each line that a row of the catalog matches, in the order of the lines; advice is dropped."""
+    found = []
+    for text in lines:
+        for line in text.splitlines():
+            if finding := _log_line(_RANK.sub("", line[:LONGEST]), catalog):
+                found.append(finding)
+    return tuple(found)
+
+
+def _log_line(line: str, catalog: Catalog) -> Finding | None:
+    if not line.strip() or any(advice.search(line) for advice in catalog.advice_lines):
+        return None
+    for row in catalog.log_lines:
+        if match := row.pattern.search(line):
+            role, cause, meaning = row.role, row.cause, row.meaning
+            number = match.groupdict().get("xid")
+            if number and (xid := catalog.xids.get(int(number))):
+                role, cause, meaning = xid.role, xid.cause, f"Xid {number}, {xid.meaning}"
+            return Finding("log", f"log {row.id}", role, f"{meaning}: {line.strip()[:EXCERPT]}", cause)
+    return None
+
+
+def read_ecs_stop(stop_code: str | None, reason: str, exit_code: int | None, catalog: Catalog) -> Finding:
+    """Read why ECS stopped a task; one that ended by itself is read by its exit code.
+
+    Args:
+        reason: The task's, and those of its containers.
+        exit_code: Of the container that trains; None where there is none, which is no success.
+    """
+    what = f"ECS {stop_code or 'without a stop code'}"
+    said = f" ({reason[:EXCERPT]})" if reason else ""
+    for row in catalog.ecs_stops:
+        if row.stop_code in ("", stop_code) and (row.reason is None or row.reason.search(reason)):
+            return Finding("ecs", f"ecs {stop_code or 'unknown'}", row.role, f"{what}: {row.meaning}{said}", row.cause)
+    if exit_code is not None:
+        read = read_exit(exit_code, None, stopped=False, kernel=(), pid=None, catalog=catalog)
+        return replace(read, source="ecs", because=f"{what}: {read.because}{said}")
+    why = "it ended without an exit code" if stop_code == "EssentialContainerExited" else "our catalog does not know this stop"
+    return Finding("ecs", f"ecs {stop_code or 'unknown'}", Role.SYMPTOM, f"{what}: {why}{said}", Cause.UNKNOWN)

@@ -1,0 +1,331 @@
+"""The verdict on one node: what its probe and its `dcgmi diag` say together, the gravest first.
+
+Healthy is only a node of which everything was read that had to be. It says nothing of what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from relaunch.evidence.catalog import Catalog
+from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
+from relaunch.evidence.dcgm import Examination, read_diag
+from relaunch.evidence.fields import count, fields, moment, text, unreadable
+from relaunch.evidence.findings import Finding, Role, Verdict
+from relaunch.evidence.node_readings import CLOCK_NAMED, CLOCK_SHOWN, clock, clock_offset, disks, ecs, kernel, memory, seconds
+from relaunch.evidence.nvml import bus_id, read_gpus
+
+__all__ = [
+    "CLOCK_NAMED",
+    "CLOCK_SHOWN",
+    "LONGEST_ID",
+    "MAX_FINDINGS",
+    "SICK",
+    "Health",
+    "Reboot",
+    "clock_offset",
+    "read_health",
+    "with_diag",
+]
+
+SICK = (Cause.GPU_FATAL, Cause.GPU_RESET, Cause.NODE_FAULT)
+"""Causes that a node is unhealthy for. Networks, file servers and programs fail on healthy nodes, and what is transient is over."""
+NOT_DIAGNOSED = "dcgmi diag was not run"
+NOT_PROBED = "nothing reads it from within, and its health check was not run"
+"""Of a node on which nothing of ours runs: what there is to know of it is the exit code of a health check."""
+MAX_FINDINGS = 64
+LONGEST_ID = 200
+"""Of a repair or an examination: the longest names of a fleet and a node, and a run."""
+MAX_NAMED = 8
+"""Of those who hold a node; the rest are counted."""
+MAX_REBOOTS = 20
+"""Of a node's journal, the newest: what agents send."""
+
+_ROLES = tuple(Role)
+_BOOT_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reboot:
+    """An entry of a node's own journal."""
+
+    at: datetime
+    """By the node's clock."""
+    because: str
+    id: str = ""
+    """Of the repair that ordered it."""
+    boot_id: str = ""
+    """The boot it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    verdict: Verdict
+    because: str
+    """What made it so, the gravest first; of a healthy node what was examined."""
+    findings: tuple[Finding, ...] = ()
+    """The gravest first."""
+    gpus: tuple[str, ...] = ()
+    """Bus ids of the GPUs it is unhealthy for."""
+    boot_id: str = ""
+    """Empty: not read."""
+    busy: tuple[str, ...] = ()
+    """Who holds the node, as far as can be told: `job llama generation 3`, `pid 4242 uses GPU 0000:05:00`; empty: it is free."""
+    reboots: tuple[Reboot, ...] = ()
+    """The oldest first, of the node's own journal."""
+    journal_unread: str = ""
+    """Why its journal of reboots cannot be read, which is not the same as no reboots; empty: it was."""
+    held: str = ""
+    """Id of the examination or repair that holds the node now; it is among `busy`, too."""
+    clock: datetime | None = None
+    """The node's own."""
+    uptime: float | None = None
+    """Seconds that this boot has lasted, by the node's CLOCK_BOOTTIME; None: not read."""
+    working: int | None = None
+    """GPUs that NVML reads; None: it could not be asked."""
+    seen: tuple[str, ...] = ()
+    """Bus id of each GPU by its index; empty where it is not known."""
+    examined: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    """What is in the way of calling it healthy."""
+
+
+def read_health(
+    facts: Mapping[str, Any] | None,
+    diag: Mapping[str, Any] | None,
+    *,
+    expected_gpus: int,
+    level: int,
+    catalog: Catalog,
+    unread: str = "",
+) -> Health:
+    """Judge a node by what it answered.
+
+    Args:
+        facts: The answer to a probe; None where there was none.
+        diag: The answer to diagnose, a refusal as `{"refused": why, "because": …}`; None where it was not asked. Where it comes from a
+            health check that tells by its exit code alone, `{"contract": "healthy" | "faulty" | "inconclusive", "because": …}`.
+        expected_gpus: What the fleet file says.
+        level: Of `dcgmi diag`; 0: it is not asked for.
+        catalog: With the user's overrides.
+        unread: Why there is no answer to the probe.
+    """
+    if not isinstance(facts, Mapping) or facts.get("outcome") != "done":
+        said = text(facts.get("because")) if isinstance(facts, Mapping) else ""
+        why = text(unread) or said or "it did not answer a probe"
+        return Health(Verdict.UNKNOWN, why, busy=("who uses it is not known",), journal_unread=why, unread=(why,))
+    health = _probed(facts, expected_gpus, catalog)
+    if diag is not None:
+        return with_diag(health, diag, level=level, catalog=catalog)
+    if expected_gpus and level:
+        health = replace(health, unread=(*health.unread, NOT_DIAGNOSED))
+    return _judged(health)
+
+
+def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: Catalog) -> Health:
+    """The verdict with what `dcgmi diag` says besides."""
+    health = replace(health, unread=tuple(clause for clause in health.unread if clause != NOT_DIAGNOSED))
+    if diag.get("outcome") == "done" and "contract" in diag:
+        return _by_contract(health, diag)
+    stdout, exit_code = diag.get("stdout"), diag.get("exit_code", "")
+    missing = ""
+    if "refused" in diag:
+        missing = f"dcgmi diag was refused ({text(diag['refused'])}): {text(diag.get('because'))}"
+    elif diag.get("outcome") != "done":
+        missing = f"dcgmi diag: {unreadable(diag.get('outcome'))}"
+    elif "missing" in diag:
+        missing = f"dcgmi diag: {text(diag['missing']) or 'a tool is missing'}"
+    elif diag.get("boot_id") != health.boot_id or not health.boot_id:
+        missing = "it is not the same boot that was probed and diagnosed"
+    elif not isinstance(stdout, str) or isinstance(exit_code, bool) or not isinstance(exit_code, int | None):
+        missing = "what dcgmi diag printed and how it ended cannot be read"
+    if missing:
+        return _judged(replace(health, unread=(*health.unread, missing)))
+    examination = read_diag(stdout or "", exit_code, catalog.dcgm, level=level)
+    if examination.verdict is Verdict.HEALTHY and diag.get("cut") is not None and diag["cut"] is not False:
+        return _judged(replace(health, unread=(*health.unread, "the output of dcgmi diag is cut short")))
+    return _judged(replace(health, findings=(*health.findings, *examination.findings)), examination, level)
+
+
+def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
+    """The verdict with what an exit code says: 0 healthy, 1 faulty, and every other one nothing."""
+    because = text(diag.get("because")) or "no reason given"
+    unread = tuple(clause for clause in health.unread if clause != NOT_PROBED)
+    # It cannot tell a boot id, unless that of EC2. One that the node ended is killed, and that is inconclusive.
+    if diag.get("boot_id", health.boot_id) != health.boot_id:
+        return _judged(replace(health, unread=(*unread, "it is not the same boot that was probed and diagnosed")))
+    match diag["contract"]:
+        case "healthy":
+            return _judged(replace(health, unread=unread, examined=(*health.examined, "its health check")))
+        case "faulty":
+            finding = Finding("dcgm", "health check", Role.ROOT, f"its health check found a fault: {because}", Cause.GPU_FATAL)
+            return _judged(replace(health, unread=unread, findings=(*health.findings, finding)))
+        case _:
+            return _judged(replace(health, unread=(*unread, f"its health check says nothing: {because}")))
+
+
+# --- what the probe says
+
+
+def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
+    if facts.get("unprobed") is True:
+        return _unprobed(facts, expected, catalog)
+    gpus = read_gpus(facts.get("gpus"), expected, catalog)
+    findings, unread, examined = list(gpus.findings), list[str](), list[str]()
+    if expected:
+        unread += gpus.unread
+    else:
+        examined.append("no GPU expected")
+    if gpus.working:
+        examined.append(f"{gpus.working} GPU{'s' * (gpus.working > 1)} by NVML")
+    boot_id = facts.get("boot_id")
+    if not isinstance(boot_id, str) or not _BOOT_ID.fullmatch(boot_id):
+        boot_id = ""
+        unread.append(f"boot id: {unreadable(facts.get('boot_id'))}")
+    for read in (disks, memory, kernel, clock, ecs):
+        found, missing = read(facts, catalog)
+        findings += found
+        unread += missing
+    examined += ["disk", "memory"]
+    if not expected and fields(facts.get("kernel")) is not None:
+        examined.append("kernel log")
+    return replace(
+        _shared(facts, boot_id, gpus.users),
+        findings=tuple(findings),
+        working=gpus.working,
+        seen=gpus.seen,
+        examined=tuple(examined),
+        unread=tuple(unread),
+    )
+
+
+def _unprobed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
+    """Of a node that only others tell of: its scheduler, and who runs its machine."""
+    boot_id = facts.get("boot_id")
+    known = isinstance(boot_id, str) and _BOOT_ID.fullmatch(boot_id)
+    registered = count(facts.get("ecs_gpus"))
+    unread = [NOT_PROBED]
+    if not known:
+        unread.append(f"boot id: {unreadable(boot_id)}")
+    if expected and (registered or 0) < expected:
+        unread.append(f"ECS has registered {registered or 0} of {expected} GPUs")
+    findings, _ = ecs(facts, catalog)
+    return replace(
+        _shared(facts, str(boot_id) if known else "", ()),
+        findings=tuple(findings),
+        working=registered,
+        unread=tuple(unread),
+    )
+
+
+def _shared(facts: Mapping[str, Any], boot_id: str, users: tuple[str, ...]) -> Health:
+    """Who has the node, and when it was rebooted."""
+    reboots = _reboots(facts.get("reboots"))
+    held = facts.get("held", "")
+    busy = (*_jobs(facts.get("jobs")), *_holder(held), *users)
+    if len(busy) > MAX_NAMED:
+        busy = (*busy[:MAX_NAMED], f"{len(busy) - MAX_NAMED} more")
+    return Health(
+        Verdict.UNKNOWN,
+        "",
+        boot_id=boot_id,
+        busy=busy,
+        reboots=reboots or (),
+        journal_unread=f"its journal of reboots: {unreadable(facts.get('reboots'))}" if reboots is None else "",
+        held=text(held.get("id"), LONGEST_ID) if isinstance(held, Mapping) else "",
+        clock=moment(facts.get("wall")),
+        uptime=seconds(facts.get("stamp")),
+    )
+
+
+def _jobs(rows: object) -> Iterator[str]:
+    if not isinstance(rows, list):
+        yield "which jobs run on it cannot be read"
+        return
+    for row in rows:
+        name = text(row.get("job"), 80) if isinstance(row, Mapping) else ""
+        generation = count(row.get("generation")) if isinstance(row, Mapping) else None
+        yield f"job {name or 'without a name'}" + (f" generation {generation}" if generation is not None else "")
+
+
+def _holder(held: object) -> Iterator[str]:
+    if isinstance(held, Mapping):
+        yield f"{text(held.get('by'), 40) or 'somebody'} of {text(held.get('id'), 128) or 'no id'} holds it"
+    elif held is not None:
+        yield "who holds it cannot be read"
+
+
+def _reboots(rows: object) -> tuple[Reboot, ...] | None:
+    if not isinstance(rows, list):
+        return None
+    reboots = []
+    for row in rows:
+        at = moment(row.get("at")) if isinstance(row, Mapping) else None
+        if at is None:
+            return None
+        boot_id = row.get("boot_id")
+        known = isinstance(boot_id, str) and _BOOT_ID.fullmatch(boot_id)
+        reboots.append(Reboot(at, text(row.get("because"), 120), text(row.get("id"), LONGEST_ID), boot_id if known else ""))
+    return tuple(sorted(reboots, key=lambda one: one.at)[-MAX_REBOOTS:])
+
+
+# --- the verdict
+
+
+def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> Health:
+    findings = tuple(sorted(health.findings, key=_gravity))[:MAX_FINDINGS]
+    sick = [finding for finding in findings if _is_sick(finding)]
+    gpus = dict.fromkeys(known for finding in sick if finding.gpu and (known := bus_id(finding.gpu, health.seen)))
+    unread, examined = health.unread, health.examined
+    if diag is not None:
+        examined = (*examined, f"dcgmi diag -r {level}")
+        if diag.verdict is Verdict.UNKNOWN:
+            unread = (*unread, f"dcgmi diag -r {level}: {diag.because}")
+    if sick or (diag is not None and diag.verdict is Verdict.UNHEALTHY):
+        verdict, because = Verdict.UNHEALTHY, _clauses(_reasons(sick, diag, level))
+    elif unread:
+        verdict, because = Verdict.UNKNOWN, _clauses([*unread, *_symptoms(findings)])
+    else:
+        said = _symptoms(findings)
+        verdict, because = Verdict.HEALTHY, f"{', '.join(examined)}: {f'nothing broken; {_clauses(said)}' if said else 'nothing found'}"
+    return replace(
+        health,
+        verdict=verdict,
+        because=because,
+        findings=findings,
+        gpus=tuple(gpus),
+        examined=examined,
+        unread=tuple(dict.fromkeys(unread)),
+    )
+
+
+def _reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[str]:
+    """One clause for all that DCGM found, in its own order of gravity, among those of the others."""
+    said = f"dcgmi diag -r {level}: {diag.because}" if diag is not None else ""
+    reasons = [said if finding.source == "dcgm" and said else finding.because for finding in sick]
+    return reasons or [said]
+
+
+def _symptoms(findings: tuple[Finding, ...]) -> list[str]:
+    shown = [finding for finding in findings if finding.role in (Role.ROOT, Role.SYMPTOM) or finding.code == "kernel log unreadable"]
+    return [finding.because for finding in shown if finding.source != "dcgm"]
+
+
+def _clauses(clauses: list[str]) -> str:
+    """The first two, the rest counted: a node with eight GPUs in trouble says everything eight times."""
+    different = list(dict.fromkeys(clauses))
+    return "; ".join(different[:2]) + (f"; {len(different) - 2} more" if len(different) > 2 else "")
+
+
+def _is_sick(finding: Finding) -> bool:
+    return finding.role is Role.ROOT and finding.cause in SICK
+
+
+def _gravity(finding: Finding) -> tuple[int, int]:
+    if finding.cause is not None and _is_sick(finding):
+        return 0, HARDWARE_CAUSES.index(finding.cause)
+    return 1, _ROLES.index(finding.role)

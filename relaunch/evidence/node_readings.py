@@ -1,0 +1,119 @@
+"""What a probe says of a node besides its GPUs: disks, memory, kernel log, clock, its scheduler's word. Each a finding, or not read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from relaunch.evidence.catalog import Catalog
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.fields import LATEST, MOST, count, fields, text, unreadable
+from relaunch.evidence.findings import Finding, Role
+from relaunch.evidence.kernel_log import read_kernel_log
+
+MAX_DISKS = 8
+MAX_LINES = 200
+"""Of a kernel log, the newest: what agents send."""
+MIN_FREE = 1 << 20
+"""Bytes on the disk of the agent's state: what one launch writes there (orders, journals, exit codes) no longer fits into less."""
+MIN_MEMORY = 0.01
+"""Of the memory; with less available, the kernel is about to kill something."""
+CLOCK_SHOWN, CLOCK_NAMED = 5.0, 60.0
+"""Seconds that a node's clock may be off, for certain, before that is among its findings, and before it is named beside its verdict. It is
+never a verdict: relaunch's own rules count on each node's CLOCK_BOOTTIME. Seconds mix up the logs of two nodes; minutes break certificates,
+tokens and Kerberos, which refuses at five (RFC 4120)."""
+
+
+def ecs(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+    if facts.get("ecs_health") != "IMPAIRED":
+        return [], []
+    # It does not say of what: containers that cannot be started for a while, or accelerators.
+    return [Finding("ecs", "container instance impaired", Role.SYMPTOM, "ECS calls its container instance IMPAIRED")], []
+
+
+def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+    rows = facts.get("disks")
+    if not isinstance(rows, list) or not rows:
+        return [], [f"disks: {unreadable(rows)}" if not isinstance(rows, list) else "disks: none is listed"]
+    findings, unread = [], []
+    for position, row in enumerate(rows[:MAX_DISKS]):
+        of_state = position == 0  # the one that the agent works on comes first
+        row = fields(row)  # noqa: PLW2901 (None where it is no object)
+        path = (text(row.get("path"), 80) if row else "") or f"disk {position}"
+        free, writable = (count(row.get("free")), row.get("writable")) if row else (None, None)
+        inodes = row.get("inodes_free", "") if row else ""
+        if row is None or free is None or not isinstance(writable, bool) or (inodes is not None and count(inodes) is None):
+            unread.append(f"disk {path} cannot be read")
+        role, cause = (Role.ROOT, Cause.NODE_FAULT) if of_state else (Role.SYMPTOM, None)
+        if row is not None and writable is False:
+            words = f"{path} cannot be written to: {text(row.get('because')) or 'no reason given'}"
+            # An ordinary user may not write to `/`, on the best of nodes.
+            findings.append(Finding("node", "disk", role if of_state else Role.INFORMATION, words, cause))
+        elif free is not None and free < MIN_FREE:
+            findings.append(Finding("node", "disk", role, f"{path} is full: {free} bytes free", cause))
+        elif inodes == 0 and not isinstance(inodes, bool):
+            findings.append(Finding("node", "disk", role, f"{path} is full: no inode is free", cause))
+    return findings, unread
+
+
+def memory(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+    found = fields(facts.get("memory"))
+    total = count(found.get("total")) if found else None
+    available = count(found.get("available")) if found else None
+    if not total or available is None:
+        return [], [f"memory: {unreadable(facts.get('memory'))}"]
+    if available >= MIN_MEMORY * total:
+        return [], []
+    words = f"{available >> 20} of {total >> 20} MiB of its memory are available"
+    return [Finding("node", "memory", Role.SYMPTOM, words)], []
+
+
+def kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], list[str]]:
+    log = facts.get("kernel")
+    lines = log.get("lines") if isinstance(log, Mapping) else None
+    kept = lines[-MAX_LINES:] if isinstance(lines, list) else []
+    findings = [_kept(found) for found in read_kernel_log([_encodable(line) for line in kept if isinstance(line, str)], catalog)]
+    if fields(log) is None or not isinstance(lines, list):
+        # Many hosts let nobody but root read it, and those are to be repaired, too.
+        words = f"its kernel log cannot be read: {unreadable(log if fields(log) is None else lines)}"
+        findings.append(Finding("node", "kernel log unreadable", Role.INFORMATION, words))
+    return findings, []
+
+
+def clock_offset(facts: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds that the node's clock is ahead of the controller's, and within how many, as RFC 5905 (section 8) tells it: half of the round
+    trip."""
+    exchange = facts.get("exchange")
+    sent, received = (seconds(exchange.get(name)) for name in ("sent", "received")) if isinstance(exchange, Mapping) else (None, None)
+    arrived, answered = seconds(facts.get("wall")), seconds(facts.get("answered"))
+    answered = arrived if answered is None else answered
+    if sent is None or received is None or arrived is None or answered is None:
+        return None
+    return ((arrived - sent) + (answered - received)) / 2, max(0.0, (received - sent) - (answered - arrived)) / 2
+
+
+def clock(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
+    known = clock_offset(facts)
+    if known is None:
+        return [], []
+    offset, within = known
+    if abs(offset) - within <= CLOCK_SHOWN:
+        return [], []
+    words = f"its clock is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'} (±{within:.1f} s)"
+    role = Role.SYMPTOM if abs(offset) - within > CLOCK_NAMED else Role.INFORMATION
+    return [Finding("node", "clock", role, words)], []
+
+
+def seconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST else None
+
+
+def _encodable(line: str) -> str:
+    return line.encode("utf-8", "replace").decode()
+
+
+def _kept(found: Finding) -> Finding:
+    """A line may hold a thousand digits where a number belongs."""
+    at = found.at if found.at is not None and found.at < MOST else None
+    return replace(found, because=text(found.because), gpu=found.gpu and found.gpu[:40], pid=count(found.pid), at=at)

@@ -1,0 +1,80 @@
+"""Validated values that users and people write: names, durations, reasons; and the strict base of what has them."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+DURATION_PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+def parse_name(value: str) -> str:
+    """Check a name of a job, a fleet or a node: it becomes a workflow id, a folder and a search attribute."""
+    if not NAME_PATTERN.fullmatch(value):
+        raise ValueError(f"{value!r} is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit")
+    return value
+
+
+def parse_duration(value: Any) -> Any:
+    """Read `90s`, `5m`, `1h30m`, `2d`; anything else is left for pydantic to refuse or accept (timedelta, ISO 8601)."""
+    if isinstance(value, bool | int | float):
+        raise ValueError(f"{value!r} has no unit: write a duration such as 30s, 5m or 1h30m")
+    if isinstance(value, str) and value and not value.startswith("P"):
+        match = DURATION_PATTERN.fullmatch(value)
+        if not match or not any(match.groups()):
+            raise ValueError(f"{value!r} is not a duration: write it like 30s, 5m or 1h30m")
+        days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    return value
+
+
+def duration(value: timedelta) -> str:
+    """Write a duration as users do: 90s, 5m, 1h30m, 2d."""
+    seconds = value.total_seconds()
+    if seconds % 1 or seconds < 60:
+        return f"{seconds:g}s"
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, seconds = divmod(int(seconds), size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"
+
+
+def _not_negative(value: timedelta) -> timedelta:
+    if value < timedelta(0):
+        raise ValueError(f"{value} is negative: a duration is 0s or more")
+    return value
+
+
+Name = Annotated[str, AfterValidator(parse_name)]
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_not_negative)]
+
+
+def parse_reason(text: str) -> str:
+    """Refuse a reason that was given and says nothing.
+
+    Raises:
+        ValueError: it is empty or blank.
+    """
+    if not text.strip():
+        raise ValueError("it is empty, expected a clause that says why")
+    return text
+
+
+Reason = Annotated[str, AfterValidator(parse_reason)]
+"""Of what a person orders; left out where the message allows that, but never blank."""
+
+
+class Strict(BaseModel):
+    """An edge of the system: unknown keys are refused, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,0 +1,1 @@
+"""What one job does next. Pure: reads no clock, calls nothing."""

@@ -1,0 +1,448 @@
+"""How a job's memory changes: `absorb` takes an event in, `evolve` writes a decision down. Nothing here chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from typing import assert_never
+
+from relaunch.evidence.causes import OWN_CAUSES, Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.fields import duration
+from relaunch.job.decide import answers, explain_unreachable, is_echo, is_stale
+from relaunch.job.diagnose import Fault, diagnose
+from relaunch.job.drain import clock, may_answer_leave, wanted
+from relaunch.job.events import (
+    Answered,
+    CancelRequested,
+    DeadlinePassed,
+    Event,
+    FaultObserved,
+    IncidentsArchived,
+    Launched,
+    LaunchFailed,
+    LaunchOrdered,
+    LaunchRefused,
+    LeaveAsked,
+    LeaveWithdrawn,
+    MessageRejected,
+    NodeDeclaredDead,
+    NodeReturned,
+    NodesAcquired,
+    NodesExamined,
+    NodeUnreachable,
+    PolicyChanged,
+    ProgressSeen,
+    RanksFound,
+    RanksHung,
+    RanksStopped,
+    RanksSucceeded,
+    RepairAsks,
+    RepairEnded,
+    StepReached,
+    SubmissionRaised,
+)
+from relaunch.job.fencing import may_leave_lost_behind
+from relaunch.job.incidents import add_unhealthy_nodes, close_incident, open_incident, pass_step, progressed, record_decision, withdraw_loss
+from relaunch.job.launches import (
+    add_found,
+    complete_launch,
+    forget_node,
+    prove_stopped,
+    reserve_launch,
+    settle_failed_launch,
+    settle_given_up_launch,
+)
+from relaunch.job.places import StartedPlaces, limit_places, record_places
+from relaunch.job.state import (
+    Ask,
+    Avoided,
+    Decision,
+    Diagnosis,
+    Examine,
+    ExaminedNode,
+    Ignore,
+    JobState,
+    Leaving,
+    LostNode,
+    Next,
+    Phase,
+    PolicyChange,
+    Progress,
+    Recovering,
+    Relaunch,
+    Repair,
+    RepairQuestion,
+    Stop,
+    Try,
+    Wait,
+)
+from relaunch.spec.policy import KEPT_TRIES, Policy
+
+KEPT_NOTICES = 5
+NAMED_VERDICTS = 4
+"""Verdicts that the reason of an incident's fault names."""
+
+
+def absorb(job: JobState, event: Event, now: datetime) -> JobState:
+    """Take in what an event says, before anything is decided about it."""
+    if isinstance(event, LaunchOrdered):
+        # Whatever was decided since: what was ordered may have reached a node.
+        return reserve_launch(job, event.launch)
+    after = _absorb(job, event, now)
+    if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
+        # Also of a launch that was given up: what was ordered may have been carried out.
+        older = () if isinstance(event, Launched) and after is not job else after.places
+        started = StartedPlaces(job.submission, event.generation, event.places)
+        return replace(after, places=record_places(older, started, after.maybe_alive))
+    if isinstance(event, RanksFound):
+        for started in event.places:
+            after = replace(after, places=record_places(after.places, started, after.maybe_alive))
+    if after.places and after.maybe_alive != job.maybe_alive:
+        return replace(after, places=limit_places(after.places, after.maybe_alive))
+    return after
+
+
+def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
+    if is_stale(job, event) or job.phase.is_final or is_echo(job, event):
+        return _absorb_late(job, event)
+    match event:
+        case NodesAcquired():
+            return _acquired(job, event, now)
+        case RanksFound():
+            return add_found(job, event.nodes, event.launched)
+        case Launched():
+            incident = replace(job.incident, stopped=event.stopped_at, launched=event.started_at) if job.incident else None
+            job = complete_launch(job, event.generation)
+            return replace(job, lost=(), launched_at=event.started_at, incident=incident)
+        case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
+            return _absorb_examination(job, job.recovering, event, now)
+        case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
+            late = f"no answer within {duration(job.policy.timeouts.examination)}"
+            nodes = job.recovering.fault.nodes or tuple(slot.node for slot in job.slots)
+            examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, late) for node in nodes)
+            return replace(job, recovering=replace(job.recovering, examined=examined))
+        case RepairEnded() if event.outcome != "done" and answers(job, event):
+            return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.because}")
+        case DeadlinePassed() if job.phase is Phase.REPAIRING:
+            return _repair_failed(job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}")
+        case RepairAsks() if job.phase is Phase.REPAIRING and job.recovering is not None:
+            return _absorb_question(job, job.recovering, event)
+        case LaunchFailed():
+            return _absorb_failed_launch(job, event, now)
+        case LaunchRefused():
+            job = settle_failed_launch(job, event.generation, started=event.started)
+            return _absorb_fault(job, event, now)
+        case FaultObserved() | RanksHung():
+            return _absorb_fault(_hear_ages(job, event), event, now)
+        case NodeUnreachable():
+            return _absorb_lost(job, event, now)
+        case NodeReturned():
+            return _absorb_return(job, event, now)
+        case ProgressSeen():
+            if job.progress is None or event.step > job.progress.step:
+                job = replace(job, progress=Progress(event.step, event.at))
+            # The next fault may be in the same report: what was passed before it is passed.
+            return pass_step(job, event, now)
+        case StepReached():
+            return pass_step(job, event, now)
+        case DeadlinePassed() if job.phase is Phase.RUNNING and job.incident is not None:
+            return progressed(close_incident(job, now, f"no fault for {duration(job.policy.healthy_for)}"), now)
+        case RanksSucceeded():
+            return replace(close_incident(job, now, "all ranks exited with 0"), maybe_alive=(), launched=(), lost=())
+        case RanksStopped():
+            incident = replace(job.incident, stopped=event.at) if job.incident else None
+            return replace(prove_stopped(job, event.nodes), incident=incident)
+        case LeaveAsked() if event.node in {slot.node for slot in job.slots}:
+            return _asked_to_leave(job, event)
+        case LeaveWithdrawn() if wanted(job, event.node) is not None:
+            job = replace(job, leaving=tuple(one for one in job.leaving if one.node != event.node))
+            return _notice(job, f"nobody wants {event.node} any more" + (f": {event.because}" if event.because else ""))
+        case Answered() if event.node and not may_answer_leave(job, event.decision, event.node, now):
+            return _answered_leave(job, event, now)
+        case NodeDeclaredDead():
+            job = forget_node(job, event.node)
+            return _notice(job, f"{event.by or 'a person'} declared {event.node} dead" + (f": {event.because}" if event.because else ""))
+        case PolicyChanged():
+            who = event.by or "a person"
+            keys = changed_keys(job.policy, event.policy)
+            changes = (*job.policy_changes, PolicyChange(now, who, event.because, keys))[-KEPT_NOTICES:]
+            job = replace(job, policy=event.policy, policy_changes=changes)
+            what = ", ".join(keys) or "nothing"
+            return _notice(job, f"{who} changed the policy ({what})" + (f": {event.because}" if event.because else ""))
+        case IncidentsArchived():
+            return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
+        case SubmissionRaised() if not job.slots:
+            raised = max(job.submission, event.submission)
+            return _notice(
+                replace(job, submission=raised), "the server's clock was set back: this submission is numbered after the last one"
+            )
+        case MessageRejected():
+            return _notice(job, f"{event.name} {event.what}: {event.because}")
+        case CancelRequested():
+            return job
+        case _:
+            return job
+
+
+def _absorb_late(job: JobState, event: Event) -> JobState:
+    """Take in what is said of a generation that was given up: only whether its ranks may be alive."""
+    match event:
+        case Launched():
+            return settle_given_up_launch(job, event.generation, started=True)
+        case LaunchFailed() | LaunchRefused():
+            return settle_given_up_launch(job, event.generation, started=event.started)
+        case _:
+            return job
+
+
+def _absorb_examination(job: JobState, recovering: Recovering, event: NodesExamined, now: datetime) -> JobState:
+    unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
+    reason = "; ".join(f"{one.node} examined: {one.verdict}, {one.because}" for one in unhealthy[:NAMED_VERDICTS])
+    job = replace(job, recovering=replace(recovering, examined=event.examined))
+    return add_unhealthy_nodes(job, recovering.fault, tuple(one.node for one in unhealthy), reason, now)
+
+
+def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
+    job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
+    job = withdraw_loss(job, event.node)
+    if job.incident is None or job.owed is not None or job.lost or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions):
+        return job
+    return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
+
+
+def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -> JobState:
+    """Show what repairs ask; when all are answered, what comes next is again what the repair was ordered for."""
+    repair = recovering.repair or job.next
+    questions = tuple(one for one in recovering.questions if one.node != event.node)
+    if event.question:
+        questions = (*questions, RepairQuestion(event.node, event.question, event.until))
+    asks = Next(questions[-1].question, questions[-1].until) if questions else repair
+    return replace(job, next=asks, recovering=replace(recovering, questions=questions, repair=repair))
+
+
+def _asked_to_leave(job: JobState, event: LeaveAsked) -> JobState:
+    known = wanted(job, event.node)
+    # Who asks again for the same reason asks nothing new: a fleet that was begun anew does.
+    denied = known.denied if known is not None and (known.by, known.because) == (event.by, event.because) else ""
+    asked = Leaving(event.node, event.because, event.by, event.until, denied)
+    if known == asked:
+        return job
+    job = replace(job, leaving=(*(one for one in job.leaving if one is not known), asked))
+    until = event.until.isoformat(timespec="minutes")
+    return _notice(job, f"{event.by or 'a person'} wants {event.node} by {until}" + (f": {event.because}" if event.because else ""))
+
+
+def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
+    one = wanted(job, event.node)
+    assert one is not None, "else it is no answer"
+    who, reason = event.by or "a person", f": {event.because}" if event.because else ""
+    if event.decision == "deny":
+        after, said = replace(one, denied=f"{who} said no{reason}"), f"not left before {clock(one.until)}"
+    else:
+        after, said = replace(one, denied="", until=min(one.until, now)), "left now"
+    job = replace(job, leaving=tuple(after if other is one else other for other in job.leaving))
+    return _notice(job, f"{who} said that {one.node} is {said}{reason}")
+
+
+def _acquired(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
+    used = {slot.node for slot in event.slots}
+    if event.fewer and len(event.slots) < len(job.slots):
+        job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {job.generation} goes on with {event.fewer}")
+    return replace(job, slots=event.slots, fewer=event.fewer, leaving=tuple(one for one in job.leaving if one.node in used))
+
+
+def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
+    """Write a decision down. A launch's number and its try are spent here, before anything is started."""
+    if isinstance(decision, Ignore):
+        return job
+    job = record_decision(job, decision, now)
+    match decision:
+        case Relaunch():
+            known = {avoided.node for avoided in job.avoided}
+            by_rung = decision.take is not None
+            avoided = (*job.avoided, *(Avoided(node, decision.because, now, by_rung) for node in decision.avoid if node not in known))
+            if decision.renew_budgets:
+                job = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
+            if decision.take is not None:
+                job = _take(job, decision.take)
+            furthest = job.furthest_step
+            if job.progress is not None:
+                furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
+            if job.incident is None and job.launched_at is not None:  # of a launch for a fault the incident tells
+                how = f", {decision.strategy}" if decision.strategy is not None else ""
+                job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.because}")
+            return replace(
+                job,
+                generation=decision.generation,
+                strategy=decision.strategy,
+                phase=Phase.LAUNCHING,
+                because=decision.because,
+                next=Next(f"generation {decision.generation} is launched"),
+                avoided=avoided,
+                furthest_step=furthest,
+                progress=None,
+                launched_at=None,
+                owed=None,
+                recovering=None,
+            )
+        case Examine():
+            return replace(
+                job,
+                phase=Phase.EXAMINING,
+                because=decision.because,
+                next=Next(decision.next, decision.until),
+                recovering=_recovering(job, decision.fault),
+                owed=None,
+            )
+        case Repair():
+            on = f" gpu {', '.join(decision.gpus)}" if decision.gpus else ""
+            return replace(
+                _take(job, decision.take),
+                phase=Phase.REPAIRING,
+                because=decision.because,
+                next=Next(f"{decision.strategy} of {', '.join(decision.nodes[:4])}{on}, then a new generation", decision.until),
+                recovering=_recovering(job, decision.fault),
+                owed=None,
+            )
+        case Wait():
+            snoozed = decision.phase is Phase.WAITING_FOR_PERSON
+            return replace(job, phase=decision.phase, because=decision.because, next=Next(decision.next, decision.until), snoozed=snoozed)
+        case Ask():
+            until = now + job.policy.timeouts.answer_within
+            what = "a reminder" if job.lost else "the job fails"
+            return replace(
+                job,
+                phase=Phase.WAITING_FOR_PERSON,
+                because=decision.because,
+                next=Next(decision.question) if decision.waits else Next(f"{decision.question} Without an answer: {what}", until),
+                asked=decision,
+                snoozed=False,
+            )
+        case Stop():
+            return replace(
+                job,
+                phase=Phase.STOPPING,
+                because=decision.because,
+                next=Next(f"the job ends as {decision.phase} when no rank is left"),
+                ending=decision,
+                exit_code=decision.exit_code,
+            )
+        case _:
+            assert_never(decision)
+
+
+def _take(job: JobState, take: Try) -> JobState:
+    return replace(job, tries=(*job.tries, take)[-KEPT_TRIES:], restarts_spent=job.restarts_spent + take.spent)
+
+
+def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
+    """What was learned about this fault stays; the first question about it begins anew."""
+    return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault, questions=(), repair=None)
+
+
+def finish(job: JobState, now: datetime) -> JobState:
+    """End a job that was told to stop and has no rank left."""
+    assert job.ending is not None
+    ending = job.ending
+    job = close_incident(job, now, f"the job ended: {ending.phase}")
+    return replace(job, phase=ending.phase, because=ending.because, next=Next("nothing: the job has ended"), ended_at=now)
+
+
+def resubmit(
+    previous: JobState, submission: int, submitted_by: str, now: datetime, renew_budgets: bool, avoid: tuple[str, ...]
+) -> JobState:
+    """Return the state of a new submission of a closed job: history, budgets and avoided nodes go on, tokens are new."""
+    known = {avoided.node for avoided in previous.avoided}
+    job = replace(
+        previous,
+        submission=submission,
+        submitted_by=submitted_by,
+        submitted_at=now,
+        phase=Phase.QUEUED,
+        because="submitted again",
+        next=Next("nodes are acquired"),
+        generation=0,
+        slots=(),
+        fewer="",
+        strategy=None,
+        leaving=(),
+        lost=(),
+        owed=None,
+        recovering=None,
+        avoided=(*previous.avoided, *(Avoided(node, f"asked for by {submitted_by}", now) for node in avoid if node not in known)),
+        progress=None,
+        launched_at=None,
+        incident=None,
+        exit_code=None,
+        ending=None,
+        ended_at=None,
+    )
+    return replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=()) if renew_budgets else job
+
+
+def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
+    diagnosis = diagnose(job, fault)
+    job = replace(job, recovering=None)
+    if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
+        known = set(job.lost_names)
+        because = "it was silent when its gang failed"
+        silent = tuple(LostNode(node, now - age, because, unheard_for=age) for node, age in fault.silent if node not in known)
+        job = replace(job, lost=(*job.lost, *silent))
+    if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
+        flat = job.progress.step <= job.furthest_step
+        job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)
+    if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
+        # A gang that stands still goes on when its lost node does; a rank that failed has failed.
+        job = replace(job, owed=diagnose(replace(job, lost=()), fault))
+    opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
+    return open_incident(job, diagnosis, opened, now)
+
+
+def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
+    gone = LostNode(event.node, now - event.unheard_for, event.because, unheard_for=event.unheard_for, is_elsewhere=event.is_elsewhere)
+    lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
+    diagnosis = Diagnosis(Cause.NODE_LOST, explain_unreachable(event), nodes=(event.node,))
+    return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
+
+
+def _hear_ages(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
+    """Take over how long the lost nodes have been silent by now; the longer of two ages counts."""
+    ages = dict(fault.unheard)
+    lost = tuple(replace(one, unheard_for=max(one.unheard_for, ages.get(one.node, one.unheard_for))) for one in job.lost)
+    return replace(job, lost=lost)
+
+
+def _repair_failed(job: JobState, because: str) -> JobState:
+    """The rung is passed over from now on, for this fault; its try stays spent."""
+    assert job.recovering is not None, "a repair is of something"
+    fault = replace(job.recovering.fault, because=f"{job.recovering.fault.because}; {because}")
+    return replace(job, recovering=replace(job.recovering, fault=fault, failed=(*job.recovering.failed, job.tries[-1].rung)))
+
+
+def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> JobState:
+    job = settle_failed_launch(job, event.generation, started=event.started)
+    known, wait = set(job.lost_names), event.may_start_within
+    silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
+    newly = tuple(LostNode(node, now + wait, event.because, unheard_for=-wait, is_elsewhere=node in event.elsewhere) for node in silent)
+    job = replace(job, lost=(*job.lost, *newly))
+    return open_incident(job, diagnose(job, event), now, now)
+
+
+def changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:
+    """What differs between two policies, as paths of at most two parts: `causes.HANG`, `timeouts.lost_after`."""
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    keys = []
+    for key in sorted(old):
+        if old[key] == new[key]:
+            continue
+        if isinstance(old[key], dict) and isinstance(new[key], dict):
+            inner = sorted(old[key] | new[key])
+            keys += [f"{key}.{name}" for name in inner if old[key].get(name) != new[key].get(name)]
+        else:
+            keys.append(key)
+    return tuple(keys)
+
+
+def _notice(job: JobState, text: str) -> JobState:
+    return replace(job, notices=(*job.notices, text)[-KEPT_NOTICES:])

@@ -1,0 +1,427 @@
+"""What next: one event, one decision, with its reason. Counting and remembering are `evolve`'s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from typing import assert_never
+
+from relaunch.evidence.causes import Cause
+from relaunch.fields import duration
+from relaunch.job.claim import more_at
+from relaunch.job.diagnose import CLAIMED, Fault, diagnose, find_highest, has_gone_above
+from relaunch.job.drain import at_checkpoint, may_answer_leave, wanted, why
+from relaunch.job.events import (
+    Answered,
+    CancelRequested,
+    CheckpointSaved,
+    DeadlinePassed,
+    Event,
+    FaultObserved,
+    IncidentsArchived,
+    Launched,
+    LaunchFailed,
+    LaunchOrdered,
+    LaunchRefused,
+    LeaveAsked,
+    LeaveDue,
+    LeaveWithdrawn,
+    MessageRejected,
+    NodeDeclaredDead,
+    NodeReturned,
+    NodesAcquired,
+    NodesExamined,
+    NodesGranted,
+    NodesMissing,
+    NodesOffered,
+    NodeUnreachable,
+    PolicyChanged,
+    ProgressSeen,
+    RanksFound,
+    RanksHung,
+    RanksStopped,
+    RanksSucceeded,
+    RepairAsks,
+    RepairEnded,
+    RetryRequested,
+    StepReached,
+    SubmissionRaised,
+    Submitted,
+)
+from relaunch.job.fencing import fences, may_leave_lost_behind
+from relaunch.job.ladder import ANSWERS, climb
+from relaunch.job.state import Ask, Decision, Diagnosis, Ignore, JobState, Phase, Recovering, Relaunch, Stop, Try, Wait
+from relaunch.spec.policy import Strategy
+
+CANCELLED_EXIT_CODE = 130
+"""128 + SIGINT, what a shell reports for a command that Ctrl-C ended."""
+
+
+def decide(job: JobState, event: Event, now: datetime) -> Decision:
+    """Return the next decision for a job that has already absorbed `event`."""
+    if is_stale(job, event):
+        return Ignore(f"{event.kind} is about an earlier generation than {job.generation}, or an earlier wait")
+    if job.phase.is_final:
+        return Ignore(f"the job has ended: {job.phase}")
+    if job.ending is not None:
+        return _while_ending(job, event)
+    if is_echo(job, event):
+        return Ignore(f"{event.kind} is about generation {job.generation}, which is given up")
+    match event:
+        case Submitted() | RetryRequested():
+            who = f" by {event.by}" if event.by else ""
+            what = "submitted" if isinstance(event, Submitted) else "retry asked for"
+            because = f"{what}{who}" + (f": {event.because}" if event.because else "")
+            if isinstance(event, Submitted):
+                return Relaunch(job.generation + 1, because, keep_nodes=False)
+            return Relaunch(job.generation + 1, because, avoid=event.avoid_nodes, without=job.lost_names, renew_budgets=event.renew_budgets)
+        case NodesAcquired() if job.phase is Phase.LAUNCHING:
+            return Ignore("the launch goes on, for the reason it was decided for")
+        case NodesAcquired():
+            return Wait(Phase.LAUNCHING, f"there are nodes: {_names(tuple(slot.node for slot in event.slots))}", next="ranks are started")
+        case NodesMissing(hopeless=True):
+            return Stop(Phase.FAILED, event.because, exit_code=2)
+        case NodesMissing():
+            if not job.slots:
+                # Nothing of it has begun: it stands in a queue, which may take its time.
+                return Wait(
+                    Phase.QUEUED,
+                    event.because,
+                    next="ranks are launched as soon as the fleet has enough nodes for it; `cancel` takes it out of the queue",
+                )
+            # The fleet says it again when something has changed; the wait is the same one.
+            waits = job.phase is Phase.WAITING_FOR_NODES and job.next.at is not None
+            until = job.next.at if waits else now + job.policy.timeouts.answer_within
+            return Wait(
+                Phase.WAITING_FOR_NODES,
+                event.because,
+                next="ranks are launched as soon as the fleet has enough nodes for it; after the deadline a person is asked",
+                until=until,
+            )
+        case NodesOffered():
+            return _on_offer(job, event, now)
+        case NodesGranted():
+            return _on_more(job, event, now)
+        case Launched():
+            return _running(job, _runs(job), now)
+        case LaunchRefused() if (higher := _seen_higher(job, event, now)) is not None:
+            return higher
+        case LaunchFailed(started=False) if not (set(event.unreachable) & set(job.maybe_alive)):
+            # Nothing of this job ever ran there, so there is nothing to fence: take another node at once.
+            return climb(job, Recovering(diagnose(job, event)), now, without=event.unreachable)
+        case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
+            return _on_fault(job, event, now)
+        case RanksSucceeded():
+            return Stop(Phase.SUCCEEDED, f"all ranks of generation {job.generation} exited with 0", exit_code=0)
+        case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
+            return climb(job, job.recovering, now, without=job.lost_names)
+        case RepairEnded(outcome="done") if answers(job, event):
+            return Relaunch(job.generation + 1, f"{event.strategy} of {_names(event.nodes)} is done: {event.because}")
+        case RepairEnded() if answers(job, event) and job.recovering is not None:
+            return climb(job, job.recovering, now, without=job.lost_names)
+        case NodesExamined() | RepairEnded():
+            return Ignore(f"{event.kind} answers a question that nobody asks any more")
+        case NodeUnreachable():
+            return _on_unreachable(job, event, now)
+        case NodeReturned() if job.owed is not None and (not job.lost or may_leave_lost_behind(job)):
+            return climb(job, Recovering(job.owed), now, without=job.lost_names)
+        case NodeReturned():
+            if job.lost:
+                return Wait(Phase.NODE_LOST, f"{event.node} answers again, {_names(job.lost_names)} not yet", next=_lost_next(job))
+            return _running(job, f"{event.node} answers again and its ranks had gone on", now)
+        case StepReached():
+            return _running(job, f"training passed step {event.step - 1}", now)
+        case DeadlinePassed():
+            return _on_deadline(job, now)
+        case CancelRequested():
+            who = f" by {event.by}" if event.by else ""
+            return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
+        case Answered() if event.node:
+            return _on_leave_answer(job, event, now)
+        case Answered():
+            return _on_answer(job, event, now)
+        case NodeDeclaredDead():
+            return _on_declared_dead(job, event, now)
+        case LeaveDue() if job.phase is Phase.RUNNING and (leaving := wanted(job, event.node)):
+            return Relaunch(job.generation + 1, why(leaving), without=(leaving.node,))
+        case CheckpointSaved() if leaves := at_checkpoint(job):
+            because = "; ".join((*(why(one) for one in leaves[:4]), f"checkpoint of step {event.step} is saved"))
+            return Relaunch(job.generation + 1, because, without=tuple(one.node for one in leaves))
+        case CheckpointSaved():
+            return Ignore("nobody waits for a checkpoint any more")
+        case LeaveAsked() | LeaveWithdrawn() | LeaveDue():
+            return Ignore("a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted")
+        case (
+            ProgressSeen()
+            | LaunchOrdered()
+            | RanksFound()
+            | RanksStopped()
+            | RepairAsks()
+            | PolicyChanged()
+            | IncidentsArchived()
+            | MessageRejected()
+            | SubmissionRaised()
+        ):
+            return Ignore(f"{event.kind} asks for nothing")
+        case _:
+            assert_never(event)
+
+
+def is_stale(job: JobState, event: Event) -> bool:
+    """Whether this is about an earlier generation, or is the deadline of a wait that is over."""
+    if isinstance(event, DeadlinePassed):
+        # The deadline of a repair stays its own while the repair asks.
+        repair = job.recovering.repair if job.recovering is not None else None
+        return event.due is not None and event.due not in (job.next.at, repair.at if repair is not None else job.next.at)
+    generation = getattr(event, "generation", None)
+    return generation is not None and generation != job.generation
+
+
+def is_echo(job: JobState, event: Event) -> bool:
+    """Whether this is said of a generation that has been given up (for an examination, a repair, a question) but is not over by number."""
+    if isinstance(event, NodeReturned) and job.phase is Phase.WAITING_FOR_PERSON:
+        return False  # the answer to what was asked, and it was the last node that was lost
+    given_up = job.phase in (Phase.EXAMINING, Phase.REPAIRING) or (job.phase is Phase.WAITING_FOR_PERSON and not job.lost)
+    said = (
+        FaultObserved | RanksHung | NodeUnreachable | NodeReturned | StepReached | RanksSucceeded | Launched | LaunchFailed | LaunchRefused
+    )
+    return given_up and isinstance(event, said)
+
+
+def answers(job: JobState, event: RepairEnded) -> bool:
+    """Whether this is the end of the repair that is waited for, not of one that was given up."""
+    if job.phase is not Phase.REPAIRING or job.recovering is None or not job.tries:
+        return False
+    return event.strategy is job.tries[-1].strategy and set(event.nodes) == set(job.recovering.fault.nodes)
+
+
+def _while_ending(job: JobState, event: Event) -> Decision:
+    assert job.ending is not None
+    if isinstance(event, CancelRequested) and job.ending.phase is Phase.FAILED:
+        who = f" by {event.by}" if event.by else ""
+        return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
+    return Ignore(f"the job is ending: {job.ending.because}")
+
+
+def _runs(job: JobState) -> str:
+    runs = f"generation {job.generation} runs on {_names(tuple(slot.node for slot in job.slots))}"
+    if not job.fewer:
+        return runs
+    grows = "it stays so, grow_after is off" if job.policy.grow_after == "off" else "it grows again when the fleet has more"
+    return f"{runs}; {job.fewer}; {grows}"
+
+
+def _running(job: JobState, because: str, now: datetime) -> Wait:
+    if job.lost:
+        return Wait(Phase.NODE_LOST, because, next=_lost_next(job))
+    if job.incident is None:
+        at = more_at(replace(job, phase=Phase.RUNNING))
+        when = f"from {at:%Y-%m-%d %H:%M:%S} UTC on" if at is not None and at > now else "now"
+        grows = "" if at is None else f"{when} it takes more nodes when the fleet has them, by a restart of all ranks; "
+        return Wait(Phase.RUNNING, because, next=f"{grows}the job ends when all ranks have exited with 0")
+    healthy_at = (job.launched_at or now) + job.policy.healthy_for
+    passed = "the first step is reported" if job.incident.reached is None else f"training has passed step {job.incident.reached}"
+    return Wait(
+        Phase.RUNNING,
+        because,
+        next=f"the incident closes when {passed}, or after {duration(job.policy.healthy_for)} without a fault",
+        until=max(healthy_at, now),
+    )
+
+
+def _lost_next(job: JobState) -> str:
+    if not fences(job):
+        return "when it answers it simply goes on; after the deadline a person is asked"
+    if not may_leave_lost_behind(job):
+        return "no node answers, so nothing can be proven stopped: training goes on when one answers"
+    return (
+        "when it answers it simply goes on; when the other ranks stop advancing, "
+        "ranks are launched without it, once it must have stopped its own"
+    )
+
+
+def _on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decision:
+    """More nodes are worth a restart when it has run well for long enough; they are asked for before anything is stopped."""
+    at = more_at(job)
+    if at is None or now < at or now >= event.until:
+        return Ignore(f"the fleet offers {_names(event.nodes)}, and it is not the time to grow")
+    return Wait(
+        Phase.RUNNING,
+        _offered(job, event.nodes),
+        next="the ranks run on; when the fleet has granted the nodes, all start anew",
+    )
+
+
+def _on_more(job: JobState, event: NodesGranted, now: datetime) -> Decision:
+    at = more_at(job)
+    has = {slot.node for slot in job.slots}
+    more = tuple(node for node in event.nodes if node not in has)
+    if more and has <= set(event.nodes) and at is not None and now >= at:
+        return Relaunch(job.generation + 1, _offered(job, more), strategy=Strategy.GROW)
+    if job.phase is Phase.RUNNING:
+        return _running(job, f"{_runs(job)}; it was offered more and has not grown: {_not_grown(more)}", now)
+    return Ignore("it is not the time to grow any more")
+
+
+def _not_grown(more: tuple[str, ...]) -> str:
+    return "it is not the time any more" if more else "when it asked for them there were none"
+
+
+def _offered(job: JobState, more: tuple[str, ...]) -> str:
+    return f"the fleet offers {_names(more)}: {len(job.slots)} -> {len(job.slots) + len(more)} nodes"
+
+
+def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
+    # Where somebody looks for hangs, a gang that waits for the lost node is found to; else only a person can be asked.
+    found = may_leave_lost_behind(job) and job.policy.hang.after != "off"
+    until = None if found else now + job.policy.timeouts.ask_after
+    because = f"{explain_unreachable(event)}; nothing is stopped"
+    return Wait(Phase.NODE_LOST, because, next=_lost_next(job), until=until)
+
+
+def explain_unreachable(event: NodeUnreachable) -> str:
+    return event.because if event.is_elsewhere else f"{event.node} does not answer: {event.because}"
+
+
+def _lost_for(job: JobState, how: str) -> str:
+    """Say of the lost nodes that they did not answer, or that something else answers for them."""
+    silent = tuple(lost.node for lost in job.lost if not lost.is_elsewhere)
+    said = [f"{_names(silent)} {how}"] if silent else []
+    elsewhere = [lost.because for lost in job.lost if lost.is_elsewhere]
+    more = [f"and {len(elsewhere) - 2} more answer from elsewhere"] if len(elsewhere) > 2 else []
+    return "; ".join([*said, *elsewhere[:2], *more])
+
+
+def _on_deadline(job: JobState, now: datetime) -> Decision:
+    match job.phase:
+        case Phase.EXAMINING | Phase.REPAIRING if job.recovering is not None:
+            return climb(job, job.recovering, now, without=job.lost_names)
+        case Phase.RUNNING:
+            return _running(job, f"no fault for {duration(job.policy.healthy_for)}", now)
+        case Phase.NODE_LOST:
+            return Ask(
+                _lost_for(job, f"did not answer for {duration(job.policy.timeouts.ask_after)}"),
+                question=f"wait on, `nodes declare-dead` it, or {ANSWERS}?",
+            )
+        case Phase.WAITING_FOR_NODES:
+            return Ask(
+                f"the fleet had not enough nodes for it within {duration(job.policy.timeouts.answer_within)}: {job.because}",
+                question=f"add nodes, then {ANSWERS}?",
+            )
+        case Phase.WAITING_FOR_PERSON if job.snoozed and job.asked is not None:
+            return job.asked
+        case Phase.WAITING_FOR_PERSON if job.lost:
+            return Ask(
+                f"{_lost_for(job, 'still does not answer')}, and nobody has said what to do",
+                question=f"`nodes declare-dead` it, or {ANSWERS}?",
+            )
+        case Phase.WAITING_FOR_PERSON:
+            return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.because}", exit_code=1)
+        case _:
+            return Ignore(f"nothing waits in phase {job.phase}")
+
+
+def why_not_dead(job: JobState, node: str) -> str:
+    """Return why a person's word that a node is dead is not taken, a clause; empty: it is taken, or changes nothing."""
+    is_watched = job.phase in (Phase.RUNNING, Phase.NODE_LOST) and node in {slot.node for slot in job.slots}
+    if not is_watched or node in job.lost_names:
+        return ""
+    silent = duration(job.policy.timeouts.lost_after)
+    return (
+        f"node {node} answers the job's watch, or has not been silent for {silent} yet: ranks there would go on "
+        "beside new ones. Cut its power or its network first, or send force: true if you know that it is dead"
+    )
+
+
+def may_answer(job: JobState, decision: str, now: datetime, node: str = "") -> str:
+    """Why this is no answer now, a clause; empty: it is one. `node`: said to whoever wants that node of the job."""
+    if node:
+        return may_answer_leave(job, decision, node, now)
+    if job.phase is Phase.WAITING_FOR_PERSON or (decision == "take-over" and job.phase in ACTING):
+        return ""
+    if decision == "take-over":
+        return f"it is {job.phase}: only what waits, or what is launched, examined or repaired, can be taken over"
+    return f"it is {job.phase} and asks nothing"
+
+
+ACTING = (Phase.QUEUED, Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES)
+"""Phases in which no rank trains and relaunch works at it by itself."""
+
+
+def _asked(job: JobState) -> str:
+    return job.asked.because if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON else job.because
+
+
+def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
+    if no := may_answer(job, event.decision, now, event.node):
+        return Ignore(no)
+    leaving = wanted(job, event.node)
+    assert leaving is not None, "else it is no answer"
+    if event.decision == "approve" and job.phase is Phase.RUNNING:
+        because = f"{why(leaving)}; {event.by or 'a person'} said: now" + (f" ({event.because})" if event.because else "")
+        return Relaunch(job.generation + 1, because, without=(leaving.node,))
+    return Ignore("that node is left as soon as the job runs" if event.decision == "approve" else "it goes on there until it has to leave")
+
+
+def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
+    if no := may_answer(job, event.decision, now):
+        return Ignore(no)
+    who = event.by or "a person"
+    reason = f": {event.because}" if event.because else ""
+    match event.decision:
+        case "approve":
+            return Relaunch(job.generation + 1, f"{who} approved a new launch{reason}", without=job.lost_names)
+        case "deny":
+            return Stop(Phase.FAILED, f"{who} denied a new launch{reason}; {job.because}", exit_code=1)
+        case "snooze":
+            return Wait(Phase.WAITING_FOR_PERSON, f"{who} snoozed it{reason}; {_asked(job)}", next="it is asked again", until=event.until)
+        case "take-over":
+            return Ask(
+                f"{who} has taken it over{reason}; before that: {_asked(job)}",
+                question="nothing is done until somebody says `answer approve`, `answer deny`, `retry` or `cancel`",
+                waits=True,
+            )
+        case _:
+            assert_never(event.decision)
+
+
+def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:
+    if event.node not in {slot.node for slot in job.slots}:
+        return Ignore(f"{event.node} is none of this job's nodes")
+    who = event.by or "a person"
+    diagnosis = Diagnosis(
+        Cause.NODE_LOST, f"{who} declared {event.node} dead" + (f": {event.because}" if event.because else ""), nodes=(event.node,)
+    )
+    return climb(job, Recovering(diagnosis), now, without=(event.node,))
+
+
+def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision | None:
+    """A node that has obeyed a higher token: after a reset of the workflow our numbers have gone back; go on above it."""
+    claim = find_highest(job, event)
+    if claim is None or claim.highest is None:
+        return None  # our own number was used up half-way: a fault like others, with tries that are counted
+    submission, generation = claim.highest
+    if submission > job.submission:
+        return Stop(Phase.FAILED, "a later submission of this job has used its nodes", exit_code=1)
+    if has_gone_above(job):
+        return None  # no reset explains that: it is the node's fault
+    take = Try(now, Cause.PLATFORM, Strategy.RESTART_IN_PLACE, CLAIMED, spent=False, nodes=(claim.node,))
+    because = f"{claim.node} has seen generation {generation}, so this goes on above it"
+    return Relaunch(generation + 1, because, take=take)
+
+
+def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:
+    diagnosis = diagnose(job, fault)
+    if diagnosis.do_not_restart:
+        return Stop(Phase.FAILED, f"{diagnosis.because}; it is not restarted", exit_code=diagnosis.exit_code or 1)
+    if job.lost and not may_leave_lost_behind(job):
+        # Ranks on the lost nodes may well go on where they are: a second copy elsewhere would be the worse mistake.
+        return Wait(Phase.NODE_LOST, diagnosis.because, next=_lost_next(job), until=now + job.policy.timeouts.ask_after)
+    without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
+    return climb(job, Recovering(diagnosis), now, without=without)
+
+
+def _names(names: tuple[str, ...]) -> str:
+    """At most four names, the rest counted: a gang may have thousands."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

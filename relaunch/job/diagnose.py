@@ -1,0 +1,461 @@
+"""From what was observed to its cause. What to do about it is `decide`'s."""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from relaunch.evidence.catalog import Catalog, catalog
+from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
+from relaunch.evidence.exits import read_ecs_stop, read_exit, read_log
+from relaunch.evidence.findings import Finding, Role
+from relaunch.evidence.kernel_log import read_kernel_log
+from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
+from relaunch.job.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
+from relaunch.job.fencing import fences
+from relaunch.job.state import Certainty, Diagnosis, JobState
+
+DO_NOT_RESTART = 93
+"""Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""
+
+NEVER_WATCHED = "never_watched"
+"""Why a node stopped ranks whose lease was not renewed once. It answered the launch, and a node that is silent after it is among the
+lost: the controller is likelier to have been late than the node to be at fault. The policy replaces a node to which it happens again."""
+
+BY_ITSELF = "EssentialContainerExited"
+"""Stop code of a task of ECS whose container ended by itself."""
+
+CLOCKS_AGREE = 0.5
+"""Seconds. Hosts that keep time by NTP differ by milliseconds; below this, their clocks do not tell which of two nodes was first."""
+AHEAD, BEHIND = 2.0, 600.0
+"""Seconds by which a rank's clock may be from the receiver's before it is taken to be wrong: no error is written after it was received,
+and none long before its rank has ended (torch waits ten minutes for a collective)."""
+
+RIVALS = 8
+"""Different errors of one moment that are compared; a program that puts its rank into its words has thousands."""
+NAMED = 16
+"""Suspects that are named where nobody is suspected more than any other."""
+
+REFUSAL_CAUSES = {
+    "command_not_found": Cause.USER_INPUT,
+    "workdir_missing": Cause.USER_INPUT,
+    "cannot_start": Cause.USER_INPUT,
+    "secret_missing": Cause.USER_INPUT,
+    "stuck": Cause.NODE_FAULT,
+    "disk_full": Cause.NODE_FAULT,
+    "held": Cause.PLATFORM,
+    "rebooting": Cause.PLATFORM,
+    "other_fleet": Cause.PLATFORM,
+}
+"""What an agent's refusal says about the world; any other word is between the controller and the agent: PLATFORM."""
+
+MAX_CLAIMS = 3
+"""Launches in a row that go on above a token which a node claims to have seen; nodes that come later may have seen higher ones."""
+CLAIMED = "a node has seen a higher generation"
+"""In place of a rung's label."""
+
+Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
+
+
+def diagnose(job: JobState, fault: Fault) -> Diagnosis:
+    """Name the root cause. Cascades never win; among roots the earliest does, and a node's own evidence before a program's words."""
+    known = _Readers(catalog(job.policy.catalog))
+    match fault:
+        case LaunchFailed():
+            return Diagnosis(Cause.NODE_LOST, fault.because, nodes=fault.unreachable)
+        case LaunchRefused():
+            return _of_claim(job, fault) or _of_refusal(fault)
+        case RanksHung() | FaultObserved() if job.lost:
+            silent = ", ".join(job.lost_names[:4]) + (f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else "")
+            then = fault.because if isinstance(fault, RanksHung) else _first_words(fault.observations)
+            return Diagnosis(Cause.NODE_LOST, f"{silent}: no answer ({job.lost[0].because}); then {then}", nodes=job.lost_names)
+        case RanksHung() if fault.silent and fences(job):
+            # A gang that stands still while one of its nodes is silent waits for that node.
+            nodes = tuple(node for node, _ in fault.silent)
+            return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer, and {fault.because}", nodes=nodes)
+        case RanksHung():
+            return Diagnosis(Cause.HANG, fault.because, ranks=fault.ranks)
+        case FaultObserved():
+            diagnosis = _of_observations(fault.observations, fault.more, known)
+            if diagnosis.cause is Cause.NETWORK and fault.silent:
+                nodes = tuple(node for node, _ in fault.silent)
+                return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer; {diagnosis.because}", nodes=nodes)
+            return diagnosis
+        case _:
+            assert_never(fault)
+
+
+def is_root(observation: Observation, known: Catalog | None = None) -> bool:
+    """Whether this may be a cause, not the echo of one on another rank."""
+    match observation:
+        case RankExited():
+            if not observation.failed or observation.stopped:
+                return False
+            return bool(observation.kernel) or not _is_echo(observation, _Readers(known or catalog()))
+        case RanksFenced():
+            return observation.why != "superseded"
+        case RanksVanished():
+            return True
+        case _:
+            assert_never(observation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """Reads each text once: all ranks of a node bring the same kernel log, and thousands of ranks say the same last words."""
+
+    catalog: Catalog
+    logs: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    kernels: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    faults: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
+    echoes: dict[tuple[str, ...], bool] = field(default_factory=dict)
+
+    def log(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
+        if lines not in self.logs:
+            self.logs[lines] = read_log(lines, self.catalog)
+        return self.logs[lines]
+
+    def kernel(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
+        if lines not in self.kernels:
+            self.kernels[lines] = read_kernel_log(lines, self.catalog)
+        return self.kernels[lines]
+
+    def hardware(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
+        """What a kernel says against its own hardware, the gravest cause first."""
+        if lines not in self.faults:
+            roots = [found for found in self.kernel(lines) if found.role is Role.ROOT and found.cause in HARDWARE_CAUSES]
+            self.faults[lines] = tuple(sorted(roots, key=_gravity))
+        return self.faults[lines]
+
+    def is_echo(self, lines: tuple[str, ...]) -> bool:
+        """Whether words name the fault of a peer, and nothing in them one of their own."""
+        known = self.echoes.get(lines)
+        if known is None:
+            roles = {word.role for word in self.log(lines)}
+            known = self.echoes[lines] = Role.CASCADE in roles and Role.ROOT not in roles
+        return known
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One failed rank with what its own words and its node's kernel say."""
+
+    exit: RankExited
+    ending: Finding
+    words: tuple[Finding, ...]
+    kernel: tuple[Finding, ...]
+
+    def word(self, role: Role) -> Finding | None:
+        """The first of the rank's words in this role that points somewhere."""
+        return next((finding for finding in self.words if finding.role is role and finding.cause is not None), None)
+
+
+def _of_observations(observations: tuple[Observation, ...], more: int, known: _Readers) -> Diagnosis:
+    inorder = sorted(observations, key=lambda o: (o.at, o.node, o.rank if isinstance(o, RankExited) else -1))
+    failed = [o for o in inorder if isinstance(o, RankExited) and o.failed and not o.stopped]
+    vanished = [o for o in inorder if isinstance(o, RanksVanished)]
+    if (hardware := _of_hardware([*failed, *vanished], more, known)) is not None:
+        return hardware
+    for observation in inorder:
+        if isinstance(observation, RanksVanished):
+            node = observation.node
+            return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.because}", nodes=(node,), certainty=Certainty.CERTAIN)
+    for one in failed:
+        # Whoever runs the containers took one away, or could not start it: the others failed by that.
+        if one.ecs is not None and one.ecs.stop_code != BY_ITSELF and (reading := _read(one, known)).ending.role is Role.ROOT:
+            return _of_exit(reading, _more(len(failed) - 1 + more))
+    fenced = [each for each in inorder if isinstance(each, RanksFenced) and is_root(each)]
+    if fenced:
+        # A node that lost its peers was cut off. One that was never watched may have been waiting for relaunch.
+        first = min(fenced, key=lambda each: each.why == NEVER_WATCHED)
+        late = first.why == NEVER_WATCHED
+        return Diagnosis(
+            Cause.PLATFORM if late else Cause.NODE_LOST,
+            f"{first.node} stopped its own ranks: {first.because}{'; the node answers, so relaunch was late' if late else ''}",
+            nodes=(first.node,),
+            code=NEVER_WATCHED if late else "",
+            certainty=Certainty.LIKELY if late else Certainty.CERTAIN,
+        )
+    if not failed:
+        return Diagnosis(Cause.PLATFORM, _first_words(observations), certainty=Certainty.GUESS)
+    return _of_exits(failed, more, known)
+
+
+def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: _Readers) -> Diagnosis | None:
+    """What a node's kernel says against its own hardware beats every program's words: those are what the hardware made of it."""
+    heard: dict[tuple[str, tuple[str, ...]], RankExited | RanksVanished] = {}
+    for one in witnesses:
+        if one.kernel:
+            heard.setdefault((one.node, one.kernel), one)  # the ranks of a node bring the same log
+    found = [(one, faults) for one in heard.values() if (faults := known.hardware(one.kernel))]
+    if not found:
+        return None
+    # The gravest first: an NVLink error on one node is often the shadow of a GPU that fell off the bus of another.
+    root, faults = min(found, key=lambda each: (_gravity(each[1][0]), each[0].at, each[0].node))
+    finding = faults[0]
+    assert finding.cause is not None
+    alike = [(one, others) for one, others in found if others[0].cause is finding.cause]
+    gpus = (each.gpu for one, others in alike if one.node == root.node for each in others if each.cause is finding.cause)
+    rank = root if isinstance(root, RankExited) else None
+    return Diagnosis(
+        finding.cause,
+        f"{root.node}: {finding.because}{_more(len(witnesses) - 1 + more)}",
+        nodes=tuple(dict.fromkeys((root.node, *(one.node for one, _ in alike))))[:NAMED],
+        gpus=tuple(dict.fromkeys(gpu for gpu in gpus if gpu)),
+        ranks=_numbers([rank]) if rank else (),
+        code=finding.code,
+        certainty=Certainty.CERTAIN,
+        exit_code=_exit_code(rank) if rank else None,
+        traceback=rank.error.traceback if rank and rank.error else "",
+    )
+
+
+def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
+    own = [one for one in failed if not _is_echo(one, known)]
+    if not own:
+        return _of_cascades(failed, more, known)
+    first = own[0]
+    others = _more(len(failed) - 1 + more)
+    if _written(first) is None:
+        return _of_exit(_read(first, known), others)
+    # The first that arrived wrote an error file: then the one with the smallest timestamp in it is the root (torchelastic's rule).
+    dated = [(when, one.rank, one.node, one) for one in own if (when := _written(one)) is not None]
+    when, _, _, root = min(dated)
+    diagnosis = _of_exit(_read(root, known), others)
+    if diagnosis.cause is Cause.UNKNOWN:
+        return diagnosis
+    near = [each for each in dated if each[0] - when < CLOCKS_AGREE and _differs(each[-1], root)]
+    for rival in _rivals(each[-1] for each in sorted(near)):
+        other = _of_exit(_read(rival, known), "")
+        if other.cause in (diagnosis.cause, Cause.UNKNOWN):
+            continue
+        return Diagnosis(
+            Cause.UNKNOWN,
+            f"{diagnosis.because}; and at the same moment {other.because}: their clocks do not tell which was first",
+            nodes=(root.node, rival.node),
+            ranks=_numbers([root, rival]),
+            certainty=Certainty.GUESS,
+            exit_code=diagnosis.exit_code,
+            do_not_restart=diagnosis.do_not_restart,
+            traceback=diagnosis.traceback,
+        )
+    return diagnosis
+
+
+def _differs(one: RankExited, root: RankExited) -> bool:
+    """Whether a rank of another node wrote other words."""
+    return one.node != root.node and one.error is not None and root.error is not None and one.error.message != root.error.message
+
+
+def _rivals(near: Iterable[RankExited]) -> list[RankExited]:
+    """The earliest few that say each something else, so shortly after the root that the clocks do not tell."""
+    rivals: list[RankExited] = []
+    heard: set[str] = set()
+    for one in near:
+        message = one.error.message if one.error else ""
+        if message in heard:
+            continue
+        heard.add(message)
+        rivals.append(one)
+        if len(rivals) == RIVALS:
+            break
+    return rivals
+
+
+def _gravity(finding: Finding) -> int:
+    assert finding.cause is not None
+    return HARDWARE_CAUSES.index(finding.cause)
+
+
+def _written(one: RankExited) -> float | None:
+    """When a rank wrote its error, by its node's clock; None where it did not, or its clock cannot be right."""
+    if one.error is None or one.error.timestamp is None:
+        return None
+    late = one.at.timestamp() - one.error.timestamp
+    return one.error.timestamp if -AHEAD <= late <= BEHIND else None
+
+
+def _read(one: RankExited, known: _Readers) -> _Reading:
+    kernel = known.kernel(one.kernel)
+    if one.ecs is not None:
+        ending = read_ecs_stop(one.ecs.stop_code, one.ecs.reason, one.exit_code, known.catalog)
+    else:
+        ending = read_exit(one.exit_code, one.signal, stopped=one.stopped, kernel=kernel, pid=one.pid, catalog=known.catalog)
+    return _Reading(one, ending, known.log(_all_words(one)), kernel)
+
+
+def _of_exit(reading: _Reading, others: str) -> Diagnosis:
+    root, ending = reading.exit, reading.ending
+    # What the kernel saw a program do, or saw of the network and the disks, is closer to the fault than the program's own words.
+    seen = next((f for f in reading.kernel if f.role is Role.ROOT and f.cause is not None and _is_ours(f, root)), None)
+    if ending.cause is Cause.OUT_OF_MEMORY:
+        seen = ending
+    told = seen or reading.word(Role.ROOT) or (ending if ending.role is Role.ROOT else reading.word(Role.SYMPTOM))
+    if told is None and ending.role is not Role.WRAPPER:
+        told = ending
+    if told is not None:
+        cause = told.cause or Cause.UNKNOWN
+    else:
+        said = root.error is not None or any(line.strip() for line in root.log_tail)
+        cause = Cause.APPLICATION if said else Cause.UNKNOWN
+    return Diagnosis(
+        cause,
+        f"{_ended(root, ending)}{_detail(root, ending, told)}{others}",
+        # Who waits in vain is the first to complain and the last to be at fault.
+        nodes=(root.node,) if cause is not Cause.HANG else (),
+        gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
+        ranks=_numbers([root]),
+        code=told.code if told is not None else ending.code,
+        certainty=Certainty.CERTAIN if root.error or seen else Certainty.GUESS if cause is Cause.UNKNOWN else Certainty.LIKELY,
+        exit_code=_exit_code(root),
+        do_not_restart=root.exit_code == DO_NOT_RESTART,
+        traceback=root.error.traceback if root.error else "",
+    )
+
+
+def _is_ours(finding: Finding, root: RankExited) -> bool:
+    """Whether the kernel means this rank; where it names nobody, or we do not know the rank's own number, it may."""
+    return finding.pid is None or root.pid is None or finding.pid == root.pid
+
+
+def _ended(root: RankExited, ending: Finding) -> str:
+    return f"{_who(root)} {'was ' if root.signal is not None else ''}{ending.because}"
+
+
+def _who(one: RankExited) -> str:
+    return f"the launcher on {one.node}" if one.launcher else f"rank {one.rank} on {one.node}"
+
+
+def _numbers(exits: Iterable[RankExited]) -> tuple[int, ...]:
+    """Of those that are ranks."""
+    return tuple(one.rank for one in exits if not one.launcher)
+
+
+def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
+    """What is known beyond how the rank ended, as a clause that follows it."""
+    if root.error:
+        said = root.error.message.splitlines()[0] if root.error.message else "an error without a message"
+        kernel = f" ({told.because})" if told is not None and told.source == "kernel" else ""
+        return f": {said[:300]}{kernel}"
+    if told is not None and told is not ending:
+        return f": {told.because[:300]}"
+    if ending.role is not Role.WRAPPER:
+        return ""
+    if root.error_unreadable:
+        return f": its error file is unreadable: {root.error_unreadable}"
+    return f": {next((line for line in reversed(root.log_tail) if line.strip()), 'it said nothing')[:300]}"
+
+
+def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
+    """Only echoes: whatever broke the connections was seen by nobody."""
+    first = failed[0]
+    for one in failed:
+        lost = next((f for f in known.kernel(one.kernel) if f.role in (Role.ROOT, Role.CONFIRMATION) and f.cause is Cause.NETWORK), None)
+        if lost is not None:
+            return Diagnosis(
+                Cause.NETWORK,
+                f"{lost.code} on {one.node}: {lost.because}{_more(len(failed) - 1 + more)}",
+                nodes=(one.node,),
+                ranks=_numbers([one]),
+                code=lost.code,
+                exit_code=_exit_code(one),
+            )
+    return Diagnosis(
+        Cause.NETWORK,
+        f"{_who(first)} lost a connection and no rank failed by itself: {(_last_words(first) or ('',))[-1][:200]}",
+        nodes=tuple(dict.fromkeys(one.node for one in failed))[:NAMED],
+        ranks=_numbers(failed[:NAMED]),
+        certainty=Certainty.GUESS,
+        exit_code=first.exit_code,
+        traceback=first.error.traceback if first.error else "",
+    )
+
+
+def find_highest(job: JobState, fault: LaunchRefused) -> NodeRefusal | None:
+    """Return the refusal that names the highest token, where that is above the job's own."""
+    named = [one for one in fault.refusals if one.highest and one.highest > (job.submission, job.generation)]
+    return max(named, key=lambda one: one.highest or (0, 0), default=None)
+
+
+def has_gone_above(job: JobState) -> bool:
+    """Whether the newest launches went on above what nodes claimed to have seen, as many as a reset can explain."""
+    newest = job.tries[-MAX_CLAIMS:]
+    return len(newest) == MAX_CLAIMS and all(one.rung == CLAIMED for one in newest)
+
+
+def _of_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
+    """A node that claims each time to have seen a higher token than the last: one reset of the workflow takes numbers back once."""
+    claim = find_highest(job, fault)
+    if claim is None or not has_gone_above(job):
+        return None
+    because = f"{claim.node} refused {MAX_CLAIMS + 1} launches in a row, each for a higher generation that it claims to have seen"
+    return Diagnosis(Cause.NODE_LOST, because, nodes=(claim.node,), certainty=Certainty.LIKELY)
+
+
+def _of_refusal(fault: LaunchRefused) -> Diagnosis:
+    for refusal in fault.refusals:
+        if cause := REFUSAL_CAUSES.get(refusal.why):
+            code = 127 if refusal.why == "command_not_found" else 1
+            return Diagnosis(
+                cause,
+                f"{refusal.node}: {refusal.because}",
+                nodes=(refusal.node,),
+                code=refusal.why,
+                certainty=Certainty.CERTAIN,
+                exit_code=code,
+                # Nothing was started, and nothing would be by asking again.
+                do_not_restart=cause is Cause.USER_INPUT,
+            )
+    first = fault.refusals[0]
+    return Diagnosis(Cause.PLATFORM, f"{first.node} refused to launch: {first.because}", certainty=Certainty.CERTAIN)
+
+
+def _is_echo(observation: RankExited, known: _Readers) -> bool:
+    """Whether a rank's last words say that it failed because a peer did, and nothing in them names a fault of its own."""
+    return known.is_echo(_last_words(observation))
+
+
+def _last_words(observation: RankExited) -> tuple[str, ...]:
+    """Where a rank says why it ends: its error's message, else the end of its log (the last line of a traceback)."""
+    if observation.error:
+        return (observation.error.message,)
+    return tuple(line for line in observation.log_tail if line.strip())[-3:]
+
+
+def _all_words(observation: RankExited) -> tuple[str, ...]:
+    """The error's message first: the log may hold what other libraries said long before."""
+    if observation.error:
+        return (observation.error.message, *observation.log_tail)
+    return observation.log_tail
+
+
+def _exit_code(one: RankExited) -> int:
+    """As a shell would report it."""
+    return 128 + one.signal if one.signal is not None else one.exit_code if one.exit_code is not None else 1
+
+
+def _more(count: int) -> str:
+    return f" ({count} more failed)" if count > 0 else ""
+
+
+def _first_words(observations: tuple[Observation, ...]) -> str:
+    if not observations:
+        return "nothing was observed"
+    first = min(observations, key=lambda o: o.at)
+    match first:
+        case RankExited():
+            end = signal_name(first.signal) if first.signal is not None else f"code {first.exit_code}"
+            return f"{_who(first)} ended with {end}"
+        case RanksFenced() | RanksVanished():
+            return f"{first.node}: {first.because}"
+        case _:
+            assert_never(first)
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

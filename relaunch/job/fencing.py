@@ -1,0 +1,188 @@
+"""When silence is proof: how a cut-off node comes to stop its own ranks, and when that must have happened.
+
+The protocol is docs/reference/agent-protocol.md, "Lease and fence"; tests/model explores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from relaunch.generation import LaunchedGeneration
+from relaunch.job.state import JobState
+from relaunch.spec.policy import Timeouts
+
+MOST_PEERS = 16
+"""Supervisors that one supervisor asks; in larger gangs a stop travels through them."""
+FENCE_MARGIN = timedelta(seconds=5)
+"""For a keeper that is scheduled late, SIGKILL that takes its time, and clocks that run at slightly different rates."""
+
+
+def will_fence(job: JobState, nodes: int) -> bool:
+    """Return whether ranks launched now on so many nodes stop themselves when they are cut off."""
+    return job.policy.strict_lease or (job.spec.gang == "lockstep" and nodes > 1)
+
+
+def plan_generation(job: JobState, generation: int, nodes: tuple[str, ...]) -> LaunchedGeneration:
+    """Return what a launch by the job's present policy is written down as."""
+    times = job.policy.timeouts
+    return LaunchedGeneration(
+        submission=job.submission,
+        generation=generation,
+        nodes=nodes,
+        size=len(nodes),
+        fences=will_fence(job, len(nodes)),
+        lease=times.lease,
+        fence_after=times.fence_after,
+        stop_grace=times.stop_grace,
+        valid_for=times.valid_for,
+    )
+
+
+def unknown_generation(nodes: tuple[str, ...]) -> LaunchedGeneration:
+    """Return the record of ranks whose times are not known: silence never proves them gone."""
+    zero = timedelta(0)
+    return LaunchedGeneration(0, 0, nodes, len(nodes), False, zero, zero, zero, zero)
+
+
+def living_generations(job: JobState) -> tuple[LaunchedGeneration, ...]:
+    """Return the launches whose ranks may be alive.
+
+    A state without any (written by a version that kept none, or before the first launch) is
+    judged by its policy.
+    """
+    if job.launched or not (job.maybe_alive or job.slots):
+        return job.launched
+    nodes = job.maybe_alive or tuple(slot.node for slot in job.slots)
+    judged = plan_generation(job, job.generation, nodes)
+    size = max(len(nodes), job.spec.node_count)
+    return (replace(judged, size=size, complete=job.launched_at is not None),)
+
+
+def running_timeouts(job: JobState) -> Timeouts:
+    """Return the time-outs of the ranks that run: their lease is that of their launch.
+
+    A policy that changed since says only how they are watched. Leases are renewed from
+    heartbeats, of which several have to come within one.
+    """
+    times = job.policy.timeouts
+    own = job.submission, job.generation
+    launch = next((o for o in job.launched if (o.submission, o.generation) == own), None)
+    if launch is None:
+        return times
+    return times.model_copy(
+        update={
+            "lease": launch.lease,
+            "fence_after": launch.fence_after,
+            "stop_grace": launch.stop_grace,
+            "heartbeat": min(times.heartbeat, launch.lease / 3),
+        }
+    )
+
+
+def fences(job: JobState) -> bool:
+    """Return whether all ranks that may be alive stop themselves when they are cut off.
+
+    Before the first launch: whether those of the next one will.
+    """
+    if job.launched:
+        return all(one.fences for one in job.launched)
+    return will_fence(job, job.gang_size)
+
+
+def may_leave_lost_behind(job: JobState) -> bool:
+    """Return whether ranks may be launched without the lost nodes, once those must have fenced.
+
+    Not when every node of a gang is lost: they may see each other and rightly go on, and none is
+    left that could be proven stopped.
+    """
+    lost = set(job.lost_names)
+    gangs = [set(one.nodes) for one in living_generations(job)]
+    return fences(job) and bool(gangs) and all(gang - lost for gang in gangs)
+
+
+def peers_of(group_rank: int, nodes: int) -> tuple[int, ...]:
+    """Return the group ranks that a node asks: all others, or 16 of them, chosen so that every node is at most `hops` questions away.
+
+    With more than 17 nodes, node i asks 16·i … 16·i + 15 (mod n): a de Bruijn graph, whose diameter is ⌈log₁₆ n⌉.
+    """
+    if nodes - 1 <= MOST_PEERS:
+        return tuple(other for other in range(nodes) if other != group_rank)
+    asked = {(MOST_PEERS * group_rank + offset) % nodes for offset in range(MOST_PEERS)}
+    return tuple(sorted(asked - {group_rank}))
+
+
+def hops(nodes: int) -> int:
+    """How many times `fence_after` a stop may need to reach the last node."""
+    count, reach = 1, MOST_PEERS + 1 if nodes <= MOST_PEERS + 1 else MOST_PEERS
+    while reach < nodes:
+        count, reach = count + 1, reach * MOST_PEERS
+    return count
+
+
+def fence_wait(times: Timeouts | LaunchedGeneration, nodes: int) -> timedelta:
+    """Return how long after the last proof of life the ranks of a lost node are gone.
+
+    A proof of life is a lease that ran, or a peer that was not stopped yet.
+    """
+    return hops(nodes) * times.fence_after + times.stop_grace + FENCE_MARGIN
+
+
+def safe_launch_at(
+    generations: Iterable[LaunchedGeneration],
+    since: float,
+    stopped_at: Mapping[str, float],
+    last_heard: Mapping[str, float],
+) -> float | None:
+    """Return when no rank of these generations can be alive, on whatever node.
+
+    One leased node is enough to keep a silent one alive, and any node of its gang may be that one
+    until it is stopped or its own lease has run out. So the wait starts at the last of these
+    moments, not at the first. The rule: docs/reference/agent-protocol.md, "Lease and fence".
+
+    Args:
+        generations: The launches whose ranks may be alive.
+        since: A moment at which no watch renewed leases of these generations any more.
+        stopped_at: When a node was proven stopped, of all of these generations that were on it.
+        last_heard: When a lease was renewed last, at the latest, of nodes known to be lost before
+            `since`; a moment ahead where an order may still start ranks. Others: `since`.
+
+    All times are seconds of one clock that is never stepped.
+
+    Returns:
+        None where no wait is long enough: a generation does not fence, or none of its nodes is
+        proven stopped, so that its nodes may see each other and rightly go on.
+    """
+    safe_at = since
+    for one in generations:
+        unproven = [n for n in one.nodes if n not in stopped_at and n not in one.stopped]
+        if not unproven:
+            continue
+        if not one.fences or len(unproven) == len(one.nodes):
+            return None
+        heard = [last_heard.get(n, since) for n in unproven]
+        if not one.complete:
+            # An order that is on its way may start ranks, whose first lease runs from then on. An
+            # older silence says nothing of them.
+            heard = [max(moment, since + one.valid_for.total_seconds()) for moment in heard]
+        leased = [moment + one.lease.total_seconds() for moment in heard]
+        stopped = [stopped_at[n] for n in one.nodes if n in stopped_at]
+        last = max(since, *leased, *stopped)
+        safe_at = max(safe_at, last + fence_wait(one, one.size).total_seconds())
+    return safe_at
+
+
+def safe_after(job: JobState, stopped_at: datetime) -> datetime | None:
+    """Return when a launch without the lost nodes is safe, if all others are stopped at `stopped_at`.
+
+    For people: what the wait itself is measured by never reads a clock that may be stepped.
+    None: no wait is long enough.
+    """
+    if not may_leave_lost_behind(job):
+        return None
+    heard = {lost.node: (lost.last_heard_at - stopped_at).total_seconds() for lost in job.lost}
+    living = living_generations(job)
+    stopped = {node: 0.0 for one in living for node in one.nodes if node not in heard}
+    safe_at = safe_launch_at(living, 0.0, stopped, heard)
+    return None if safe_at is None else stopped_at + timedelta(seconds=safe_at)

@@ -1,0 +1,149 @@
+"""The story of a fault, as people read it: it opens with the diagnosis, takes each decision, and closes when training got further."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+
+from relaunch.evidence.causes import Cause
+from relaunch.job.events import ProgressSeen, StepReached
+from relaunch.job.state import Decision, DecisionRecord, Diagnosis, FaultRecord, Incident, JobState, Phase, Relaunch, Repair, Wait
+
+KEPT_DECISIONS = 40
+"""Of one incident; a loop of relaunches must not fill the state."""
+NAMED = 16
+"""Suspects kept in an incident: when a rack of hundreds goes, a person needs to see that, not each name ten times over."""
+MAX_FAULTS = 16
+"""Fault records kept in an incident: the first half and the newest half."""
+MAX_REASON = 500
+"""Characters kept of a fault's reason: the incident's own keeps all of the first one's."""
+ACTING = ("Relaunch", "Examine", "Repair")
+"""Decisions that stop ranks because of a fault."""
+TRACEBACK_LIMIT = 4096
+"""Characters kept of the root cause's traceback, from its end, where the error stands."""
+
+
+def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) -> JobState:
+    """Open an incident with a fault, or add the fault to the incident that is open."""
+    fault = FaultRecord(
+        at=min(opened, now),
+        generation=job.generation,
+        cause=diagnosis.cause,
+        reason=diagnosis.because[:MAX_REASON],
+        nodes=diagnosis.nodes[:NAMED],
+        gpus=diagnosis.gpus[:NAMED],
+        code=diagnosis.code,
+    )
+    if job.incident is not None:
+        # What is said of ranks that are being stopped for the end of the job changes nothing.
+        return job if job.ending is not None else replace(job, incident=_with_fault(job.incident, fault))
+    reached = job.furthest_step
+    if job.progress is not None:
+        reached = max(job.progress.step, reached if reached is not None else job.progress.step)
+    incident = Incident(
+        opened=min(opened, now),
+        generation=job.generation,
+        cause=diagnosis.cause,
+        because=diagnosis.because,
+        nodes=diagnosis.nodes[:NAMED],
+        ranks=diagnosis.ranks[:NAMED],
+        gpus=diagnosis.gpus[:NAMED],
+        code=diagnosis.code,
+        certainty=diagnosis.certainty,
+        traceback=diagnosis.traceback[-TRACEBACK_LIMIT:],
+        faults=(fault,),
+        reached=reached,
+        detected=now,
+    )
+    return replace(job, incident=incident)
+
+
+def add_unhealthy_nodes(job: JobState, fault: Diagnosis, unhealthy: tuple[str, ...], reason: str, now: datetime) -> JobState:
+    """Add nodes that an examination found unhealthy to the open incident, where no fault of this generation names them."""
+    if job.incident is None:
+        return job
+    known = {node for one in job.incident.faults if one.generation == job.generation for node in one.nodes}
+    nodes = tuple(node for node in unhealthy if node not in known)
+    if not nodes:
+        return job
+    found = FaultRecord(now, job.generation, fault.cause, reason[:MAX_REASON], nodes=nodes[:NAMED], code=fault.code)
+    return replace(job, incident=_with_fault(job.incident, found))
+
+
+def withdraw_loss(job: JobState, node: str) -> JobState:
+    """Withdraw the loss of a node that answers again, where no ranks were stopped since it was detected."""
+    if job.incident is None:
+        return job
+    reason = f"{node} answers again, and nothing was stopped"
+    faults = tuple(
+        replace(fault, withdrawn=reason) if fault.nodes == (node,) and not is_acted_on(job.incident, fault) else fault
+        for fault in job.incident.faults
+    )
+    return replace(job, incident=replace(job.incident, faults=faults))
+
+
+def is_acted_on(incident: Incident, fault: FaultRecord) -> bool:
+    """Return whether ranks were stopped since the fault was detected; a fault that is no loss of a node stops them itself."""
+    if fault.cause is not Cause.NODE_LOST:
+        return True
+    half = KEPT_DECISIONS // 2
+    return any(
+        one.decision in ACTING and (index if index < half else index + incident.dropped_decisions) >= fault.decisions_before
+        for index, one in enumerate(incident.decisions)
+    )
+
+
+def _with_fault(incident: Incident, fault: FaultRecord) -> Incident:
+    if any(_is_same(one, fault) for one in incident.faults):
+        return incident
+    fault = replace(fault, decisions_before=len(incident.decisions) + incident.dropped_decisions)
+    faults, dropped = (*incident.faults, fault), incident.dropped_faults
+    if len(faults) > MAX_FAULTS:
+        half = MAX_FAULTS // 2
+        faults, dropped = (*faults[:half], *faults[half + 1 :]), dropped + 1
+    nodes = tuple(dict.fromkeys((*incident.nodes, *fault.nodes)))[:NAMED]
+    return replace(incident, faults=faults, dropped_faults=dropped, nodes=nodes)
+
+
+def _is_same(one: FaultRecord, other: FaultRecord) -> bool:
+    return not one.withdrawn and (one.generation, one.cause, one.nodes, one.code) == (
+        other.generation,
+        other.cause,
+        other.nodes,
+        other.code,
+    )
+
+
+def close_incident(job: JobState, at: datetime, outcome: str) -> JobState:
+    if job.incident is None:
+        return job
+    recovered = at if job.ending is None or job.ending.phase is Phase.SUCCEEDED else None
+    closed = replace(job.incident, closed=at, recovered=recovered, outcome=outcome)
+    return replace(job, incident=None, incidents=(*job.incidents, closed))
+
+
+def pass_step(job: JobState, event: ProgressSeen | StepReached, now: datetime) -> JobState:
+    if job.report_at_step is None or event.step < job.report_at_step:
+        return job
+    return progressed(close_incident(job, event.at, f"training passed step {event.step - 1}"), now)
+
+
+def progressed(job: JobState, now: datetime) -> JobState:
+    job = replace(job, progressed_at=now, flat_generations=0)
+    return job if job.policy.renewal == "never" else replace(job, restarts_spent=0, renewed_at=now)
+
+
+def record_decision(job: JobState, decision: Decision, now: datetime) -> JobState:
+    if job.incident is None:
+        return job
+    incident = job.incident
+    if isinstance(decision, Wait) and decision.phase in (Phase.LAUNCHING, Phase.RUNNING):
+        return job  # what follows from a decision already written down
+    strategy, spent, left = None, False, ""
+    if isinstance(decision, Relaunch | Repair):
+        strategy, spent, left = decision.strategy, decision.spent, decision.left
+    record = DecisionRecord(now, decision.kind, strategy, decision.because, spent, left)
+    decisions, dropped = (*incident.decisions, record), incident.dropped_decisions
+    if len(decisions) > KEPT_DECISIONS:
+        decisions, dropped = (*decisions[: KEPT_DECISIONS // 2], *decisions[-(KEPT_DECISIONS // 2) + 1 :]), dropped + 2
+    return replace(job, incident=replace(incident, decisions=decisions, dropped_decisions=dropped, decided=incident.decided or now))

@@ -1,0 +1,267 @@
+"""Walks a ladder: which rung is next for a fault, what its tries count, and what is left of the budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import assert_never
+
+from relaunch.evidence.causes import OWN_CAUSES, Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.fields import duration
+from relaunch.job.state import Ask, Decision, Diagnosis, Examine, JobState, Phase, Recovering, Relaunch, Repair, Slot, Stop, Try
+from relaunch.spec.policy import Rung, Strategy
+
+ANSWERS = "`answer` approve (a new launch), deny (the job ends), snooze or take-over"
+
+
+def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...]) -> Decision:
+    """Take the first rung of the cause's ladder that has a try left and whose conditions hold."""
+    fault = _told(recovering)
+    if (limit := job.policy.no_progress_stop) != "off" and fault.cause in OWN_CAUSES and job.flat_generations >= limit:
+        return _fail(fault, f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}")
+    if (most := job.policy.no_progress_ask) != "off" and (vain := launches_in_vain(job)) >= most:
+        return Ask(
+            f"{fault.because}; {vain} launches in a row, and training has not got past {_reached(job)}",
+            question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid NODE`?",
+        )
+    asked = False
+    for rung in job.policy.ladder(fault.cause):
+        asked = asked or bool(rung.when)
+        if recovering.examined is not None and not asked:
+            continue  # passed before the question; the suspects may be others since, with tries of their own
+        if not _applies(job, rung, fault, recovering, without):
+            continue
+        used = tries_used(job, rung, fault, now)
+        if rung.tries is not None and used >= rung.tries:
+            continue
+        if rung.when:
+            if recovering.verdict is None:
+                return _examine(job, recovering.fault, now)
+            if recovering.verdict not in rung.when:
+                continue
+        if rung.strategy is Strategy.FAIL:
+            return _fail(fault, f"the ladder of {fault.cause} has nothing left but to stop")
+        if rung.strategy is Strategy.ASK:
+            return Ask(
+                f"{fault.because}; the ladder of {fault.cause} ends with a person",
+                question=f"{ANSWERS}, or on other terms: `retry --avoid NODE`?",
+            )
+        if rung.spends and job.restarts_spent >= job.policy.max_restarts:
+            return _fail(fault, f"all {job.policy.max_restarts} restarts are spent")
+        if rung.strategy.repairs:
+            return _repair(job, fault, rung, used, now)
+        return _relaunch(job, fault, rung, used, now, without)
+    return _fail(fault, f"the ladder of {fault.cause} is used up")
+
+
+def launches_in_vain(job: JobState) -> int:
+    """Launches since training last got further, or a person gave the budgets back."""
+    since = max((at for at in (job.progressed_at, job.renewed_at) if at is not None), default=None)
+    return sum(1 for one in job.tries if since is None or one.at >= since)
+
+
+def _reached(job: JobState) -> str:
+    return "its start" if job.furthest_step is None else f"step {job.furthest_step}"
+
+
+def tries_used(job: JobState, rung: Rung, fault: Diagnosis, now: datetime) -> int:
+    """How many earlier tries count against this rung for this fault."""
+    tries = _row(job, rung, fault) if rung.consecutive else job.tries
+    if rung.window is not None:
+        tries = tuple(one for one in tries if one.at > now - rung.window)
+    elif job.renewed_at is not None:
+        # Progress and the next fault often come in one report, and so at one time: a try of that very moment is after the renewal.
+        tries = tuple(one for one in tries if one.at >= job.renewed_at)
+    return sum(1 for one in tries if one.rung == rung.label and _same(one, fault, rung))
+
+
+def _row(job: JobState, rung: Rung, fault: Diagnosis) -> tuple[Try, ...]:
+    """The newest tries, back to what began the row anew."""
+    begins = 0
+    for index, one in enumerate(job.tries):
+        if one.cause in rung.reset_by if rung.reset_by else one.cause is not fault.cause:
+            begins = index + 1
+    progress = not rung.reset_by or "PROGRESS" in rung.reset_by
+    since = job.progressed_at if progress else None
+    return tuple(one for one in job.tries[begins:] if since is None or one.at >= since)
+
+
+def _same(one: Try, fault: Diagnosis, rung: Rung) -> bool:
+    for key in rung.key:
+        match key:
+            case "job":
+                continue
+            case "cause":
+                agrees = one.cause is fault.cause
+            case "node":
+                agrees = _overlap(one.nodes, fault.nodes)
+            case "gpu":
+                agrees = _overlap(one.gpus, fault.gpus)
+            case "code":
+                agrees = one.code == fault.code
+            case _:
+                assert_never(key)
+        if not agrees:
+            return False
+    return True
+
+
+def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Nobody suspected twice is the same as well: what cannot be told apart is counted together."""
+    return bool(set(one) & set(other)) or one == other
+
+
+def left_with(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
+    """Return the places that the job could go on with alone, if it did not use these nodes."""
+    gone = {*without, *(one.node for one in job.leaving if not one.denied), *(one.node for one in job.avoided)}
+    return tuple(slot for slot in job.slots if slot.node not in gone)
+
+
+def why_left(job: JobState, left: tuple[Slot, ...]) -> str:
+    names = {slot.node for slot in left}
+    gone = tuple(slot.node for slot in job.slots if slot.node not in names)
+    return f"{len(left)} of {job.spec.node_count} nodes: {Strategy.SHRINK} left {_names(gone)}"
+
+
+def _applies(job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovering, without: tuple[str, ...]) -> bool:
+    if rung.label in recovering.failed:
+        return False
+    if rung.strategy is Strategy.SHRINK and len(job.slots) <= job.spec.fewest_nodes:
+        return False
+    if rung.codes and not {fault.code, f"exit {fault.exit_code}"} & set(rung.codes):
+        return False
+    if rung.when and recovering.examined is None:
+        return True  # where nobody is suspected, an examination may find whom
+    if rung.strategy.repairs:
+        return bool(fault.nodes)
+    if rung.strategy is Strategy.SHRINK:
+        suspects = (*without, *fault.nodes)
+        named = any(slot.node in suspects for slot in job.slots)
+        return named and len(left_with(job, suspects)) >= job.spec.fewest_nodes
+    return rung.strategy is not Strategy.REPLACE_NODE or bool(fault.nodes or without)
+
+
+def _told(recovering: Recovering) -> Diagnosis:
+    """The fault as the examination left it: its suspects are those found unhealthy, where any were."""
+    fault, examined = recovering.fault, recovering.examined
+    if examined is None:
+        return fault
+    unhealthy = tuple(one for one in examined if one.verdict is Verdict.UNHEALTHY)
+    shown = next(iter(unhealthy or tuple(one for one in examined if one.verdict is Verdict.UNKNOWN) or examined), None)
+    if shown is None:
+        return fault
+    clause = f"{shown.node} examined: {shown.verdict}, {shown.because}"
+    because = fault.because if clause in fault.because else f"{fault.because}; {clause}"
+    if not unhealthy:
+        return replace(fault, because=because)
+    nodes = tuple(one.node for one in unhealthy)
+    # The kernel's GPUs are those of the first suspect; they say nothing about another node.
+    return replace(fault, because=because, nodes=nodes, gpus=fault.gpus if fault.nodes[:1] == nodes[:1] else ())
+
+
+def _examine(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
+    nodes = fault.nodes or tuple(slot.node for slot in job.slots)
+    limit = job.policy.timeouts.examination
+    return Examine(
+        nodes=nodes,
+        fault=fault,
+        because=f"{fault.because}; what next depends on {_names(nodes)}",
+        next=f"{_names(nodes)} examined; without a verdict after {duration(limit)} it counts as UNKNOWN",
+        until=now + limit,
+    )
+
+
+def _repair(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetime) -> Repair:
+    limit = job.policy.timeouts.reboot
+    return Repair(
+        strategy=rung.strategy,
+        nodes=fault.nodes,
+        gpus=fault.gpus if rung.strategy is Strategy.RESET_GPU else (),
+        fault=fault,
+        because=_reason(fault, rung, used),
+        take=_take(fault, rung, now),
+        left=_left(job, fault, rung, used),
+        until=now + limit,
+    )
+
+
+def _relaunch(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetime, without: tuple[str, ...]) -> Relaunch:
+    because = _reason(fault, rung, used)
+    if rung.isolate or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK):
+        without = tuple(dict.fromkeys((*without, *fault.nodes)))
+    if rung.strategy is Strategy.SHRINK:
+        because += f", to {len(left_with(job, without))} of {job.spec.node_count} nodes"
+    return Relaunch(
+        job.generation + 1,
+        because,
+        strategy=rung.strategy,
+        take=_take(fault, rung, now),
+        left=_left(job, fault, rung, used),
+        without=without,
+        avoid=fault.nodes if rung.isolate else (),
+        keep_nodes=rung.strategy is not Strategy.RESCHEDULE_JOB,
+        delay=rung.delay_of(used),
+    )
+
+
+def _take(fault: Diagnosis, rung: Rung, now: datetime) -> Try:
+    nodes, gpus = fault.nodes[:SUSPECTS_KEPT], fault.gpus[:SUSPECTS_KEPT]
+    return Try(now, fault.cause, rung.strategy, rung.label, rung.spends, nodes, gpus, fault.code)
+
+
+SUSPECTS_KEPT = 4
+"""Of a try. A job keeps up to 200 tries, and a rack that goes as a whole is one fault, not a budget for each of its nodes."""
+
+
+def _reason(fault: Diagnosis, rung: Rung, used: int) -> str:
+    of = f" of {rung.tries}" if rung.tries is not None else ""
+    return f"{fault.because}; {rung.strategy} {used + 1}{of} for {fault.cause}"
+
+
+def _left(job: JobState, fault: Diagnosis, rung: Rung, used: int) -> str:
+    """What remains once this try is taken: of the rung, and of the job's own restarts."""
+    parts = []
+    if rung.tries is not None:
+        window = f" within {duration(rung.window)}" if rung.window is not None else ""
+        parts.append(f"{rung.tries - used - 1} {rung.label} for {fault.cause}{window}")
+    parts.append(f"{job.policy.max_restarts - job.restarts_spent - rung.spends} of {job.policy.max_restarts} restarts")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class UsedBudget:
+    """What was used of a rung's tries, for whatever it counts them by."""
+
+    cause: Cause
+    rung: Rung
+    used: int
+    where: str
+    """The node, GPU and code it counts for, as far as it tells them apart; else empty."""
+
+
+def used_budgets(job: JobState, now: datetime) -> tuple[UsedBudget, ...]:
+    """Every counted rung of which something is used, in the order of causes and rungs."""
+    found: dict[tuple[object, ...], UsedBudget] = {}
+    rungs = [(cause, rung) for cause, ladder in sorted(job.policy.causes.items()) for rung in ladder if not rung.strategy.ends]
+    for cause, rung in rungs:
+        for one in job.tries:
+            if one.rung != rung.label or job.policy.ladder(one.cause) is not job.policy.ladder(cause):
+                continue
+            fault = Diagnosis(one.cause, "", nodes=one.nodes, gpus=one.gpus, code=one.code)
+            parts = {"node": ", ".join(one.nodes), "gpu": ", ".join(one.gpus), "code": one.code}
+            where = " ".join(parts[key] for key in ("node", "gpu", "code") if key in rung.key and parts[key])
+            used = tries_used(job, rung, fault, now)
+            if used:
+                found[one.cause, rung.label, where] = UsedBudget(one.cause, rung, used, where)
+    return tuple(found.values())
+
+
+def _fail(fault: Diagnosis, why: str) -> Stop:
+    return Stop(Phase.FAILED, f"{fault.because}; {why}", exit_code=fault.exit_code or 1)
+
+
+def _names(names: tuple[str, ...]) -> str:
+    """At most four names, the rest counted: a gang may have thousands."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

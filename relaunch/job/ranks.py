@@ -1,0 +1,108 @@
+"""Who is which rank, and what a rank finds in its environment: TorchElastic's names, ModelArts' counters, and our own."""
+
+from __future__ import annotations
+
+from relaunch.generation import Token
+from relaunch.job.state import Slot
+from relaunch.pool.messages import Place
+from relaunch.spec.job import JobSpec
+
+
+def ranks_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
+    """Global ranks on a node; the index is the local rank."""
+    first = group_rank * spec.ranks_per_node
+    return tuple(range(first, first + spec.ranks_per_node))
+
+
+def processes_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
+    """Numbers of the processes that relaunch starts on a node: its ranks, or their launcher, which is counted behind all ranks."""
+    return ranks_of(group_rank, spec) if spec.launcher == "none" else (spec.world_size + group_rank,)
+
+
+def common_environment(token: Token, spec: JobSpec, nodes: int, max_restarts: int, master_address: str, master_port: int) -> dict[str, str]:
+    """Return what all ranks of a generation on so many nodes share.
+
+    Sources: torch.distributed.elastic (torch 2.11), agent/server/local_elastic_agent.py.
+    """
+    ours = {"RELAUNCH_JOB": token.job, "RELAUNCH_GENERATION": str(token.generation)}
+    if spec.launcher != "none":
+        return {**spec.env, **ours}  # it tells its ranks the rest, and is told it by its flags
+    world_size = str(nodes * spec.ranks_per_node)
+    environment = {
+        **spec.env,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(spec.ranks_per_node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
+        **restart_counts(token, max_restarts),
+        "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}",
+        # The agents' own store is not there: rank 0 makes its own at MASTER_ADDR:MASTER_PORT.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        **ours,
+    }
+    if spec.ranks_per_node > 1 and "OMP_NUM_THREADS" not in spec.env:
+        environment["OMP_NUM_THREADS"] = "1"  # as torchrun does: many ranks that each take all cores are slower than one
+    return environment
+
+
+def restart_counts(token: Token, max_restarts: int) -> dict[str, str]:
+    """What a launcher that restarts nothing would get wrong: of how many launches this is which."""
+    return {"TORCHELASTIC_RESTART_COUNT": str(token.generation - 1), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
+
+
+def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[str, str], ...]:
+    """Return what each process that relaunch starts on a node has for itself: each rank, by local rank, or their launcher."""
+    place = {
+        "GROUP_RANK": str(group_rank),
+        "RELAUNCH_NODE": slot.node,
+        "MA_SCHEDULE_CNT": str(slot.scheduled),
+        "MA_PROC_START_CNT": str(slot.started),
+        # Where the node is shared, each job sees its own GPUs, from 0. The driver's own order is the one of the PCI bus.
+        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if slot.gpus else {}),
+    }
+    if spec.launcher != "none":
+        return (place,)
+    return tuple(
+        {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank), **place}
+        for local_rank, rank in enumerate(ranks_of(group_rank, spec))
+    )
+
+
+def seat(slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = False) -> tuple[Slot, ...]:
+    """Count who sits where: the same node in its place is started once more, another one is scheduled there.
+
+    Args:
+        slots: the places as they were, empty before the first launch.
+        places: by group rank, for the next launch.
+        anew: All places are given anew, so that a node which is given its place again counts as another one.
+    """
+    seated = []
+    for index, place in enumerate(places):
+        before = slots[index] if index < len(slots) else None
+        if before is None:
+            seated.append(Slot(place.node, place.address, 1, 1, place.gpus))
+        elif before.node == place.node and not anew:
+            seated.append(Slot(place.node, place.address, before.scheduled, before.started + 1, place.gpus))
+        else:
+            seated.append(Slot(place.node, place.address, before.scheduled + 1, 1, place.gpus))
+    return tuple(seated)
+
+
+def keep_places(slots: tuple[Slot, ...], granted: tuple[Place, ...]) -> tuple[Place, ...]:
+    """Put granted places into the order of group ranks: who had a place keeps it, the others fill the gaps.
+
+    Where fewer are granted than there were, those behind a gap move up.
+    """
+    had = {slot.node for slot in slots}
+    kept = {place.node: place for place in granted}
+    newcomers = [place for place in granted if place.node not in had]
+    seated = []
+    for slot in slots:
+        if slot.node in kept:
+            seated.append(kept[slot.node])
+        elif newcomers:
+            seated.append(newcomers.pop(0))
+    return (*seated, *newcomers)

@@ -1,0 +1,250 @@
+"""What a policy would have decided: over steps that were recorded (`replay`), or over events that somebody wrote down (`rehearse`).
+
+It refuses to guess what would have been observed had something else been done: where a recorded job did another thing than the
+policy says, that is reported, and what follows is judged as it really went on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from relaunch.evidence.findings import Verdict
+from relaunch.fields import duration
+from relaunch.job.apply import absorb, evolve, finish
+from relaunch.job.decide import decide
+from relaunch.job.events import (
+    DeadlinePassed,
+    Event,
+    Launched,
+    LaunchFailed,
+    LaunchRefused,
+    NodesAcquired,
+    NodesExamined,
+    NodesGranted,
+    NodesMissing,
+    NodesOffered,
+    PolicyChanged,
+    ProgressSeen,
+    RanksFound,
+    RepairEnded,
+    StepReached,
+    Submitted,
+)
+from relaunch.job.ranks import seat
+from relaunch.job.state import Ask, Decision, Examine, ExaminedNode, JobState, Phase, Relaunch, Repair, Stop, Wait
+from relaunch.pool.messages import Place
+from relaunch.spec.policy import Policy, Strategy
+
+CURRENT = 0
+"""Generation of an event whose writer left it out: no rank ever ran in generation 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    at: datetime
+    event: Event
+    decided: Decision | None = None
+    """What was decided then; None: nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    at: datetime
+    event: str
+    """Its kind."""
+    decision: Decision
+    """By the policy that is tried."""
+    decided: Decision | None
+    differs: str
+    """What was decided otherwise then, a clause; empty: nothing."""
+
+
+def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replayed, ...]:
+    """Walk recorded steps under another policy, from the state in which the recording begins.
+
+    Changes of the policy in the recording change nothing here.
+    """
+    job = replace(job, policy=policy)
+    done = []
+    for step in steps:
+        job, replayed = _turn(job, step)
+        done.append(replayed)
+    return tuple(done)
+
+
+def rehearse(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Replayed, ...]:
+    """Walk events that somebody wrote down, in the order of their times. What nobody says goes well.
+
+    Launches succeed, repairs are done, deadlines pass when nothing is told before them. An examination without an answer ends
+    UNKNOWN, because a verdict is never assumed. After the last event nothing passes by itself but what it caused at once.
+    """
+    job = replace(job, policy=policy)
+    waiting = deque(told)
+    if not waiting or not isinstance(waiting[0].event, Submitted):
+        waiting.appendleft(Step(job.submitted_at, Submitted("", job.submitted_by)))
+    done: list[Replayed] = []
+    deadline: datetime | None = None
+    repair: Repair | None = None
+    while waiting:
+        if deadline is not None and waiting[0].at > deadline:
+            waiting.appendleft(Step(deadline, DeadlinePassed()))
+            deadline = None
+        step = waiting.popleft()
+        event = _completed(job, step.event, repair)
+        due = job.report_at_step
+        job, replayed = _turn(job, replace(step, event=event))
+        done.append(replayed)
+        decision = replayed.decision
+        if isinstance(decision, Repair):
+            repair = decision
+        deadline = _deadline(job, decision, deadline)
+        upcoming = waiting[0] if waiting else None
+        waiting.extendleft(reversed(_consequences(job, event, decision, step.at, due, upcoming)))
+        if isinstance(decision, Stop):
+            job = finish(job, step.at)
+    return tuple(done)
+
+
+def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
+    event = replace(step.event, policy=job.policy) if isinstance(step.event, PolicyChanged) else step.event
+    job = absorb(job, event, step.at)
+    decision = decide(job, event, step.at)
+    taken, differs = decision, ""
+    if step.decided is not None:
+        taken, differs = _followed(decision, step.decided), difference(decision, step.decided)
+    return evolve(job, taken, step.at), Replayed(step.at, event.kind, decision, step.decided, differs)
+
+
+def _followed(decision: Decision, decided: Decision) -> Decision:
+    """Return what the shadow of the job goes on with: its own decision, as long as what was observed next could have followed it."""
+    if isinstance(decision, Relaunch) and isinstance(decided, Relaunch):
+        return replace(decision, generation=decided.generation)
+    return decision if _course(decision) == _course(decided) else decided
+
+
+def _course(decision: Decision) -> tuple[object, ...]:
+    match decision:
+        case Wait() | Stop():
+            return decision.kind, decision.phase
+        case Examine():
+            return decision.kind, decision.nodes
+        case Repair():
+            return decision.kind, decision.strategy, decision.nodes, decision.gpus
+        case _:
+            return (decision.kind,)
+
+
+def named(decision: Decision) -> str:
+    """The decision with what tells it from others of its kind: `Relaunch REPLACE_NODE`, `Wait NODE_LOST`."""
+    match decision:
+        case Relaunch() | Repair():
+            return f"{decision.kind} {decision.strategy}" if decision.strategy else decision.kind
+        case Wait() | Stop():
+            return f"{decision.kind} {decision.phase}"
+        case _:
+            return decision.kind
+
+
+def difference(decision: Decision, decided: Decision) -> str:
+    """Say what was decided otherwise then; empty where both do the same, whatever their reasons and what is left."""
+    if named(decision) != named(decided):
+        return f"then {named(decided)}"
+    parts = []
+    match decision, decided:
+        case (Examine(), Examine()) if decision.nodes != decided.nodes:
+            parts.append(f"of {_names(decided.nodes)}")
+        case (Repair(), Repair()):
+            if decision.nodes != decided.nodes:
+                parts.append(f"of {_names(decided.nodes)}")
+            if decision.gpus != decided.gpus:
+                parts.append(f"of gpu {_names(decided.gpus)}")
+            parts += _spending(decision.spent, decided.spent)
+        case (Relaunch(), Relaunch()):
+            if decision.without != decided.without:
+                parts.append(f"without {_names(decided.without)}")
+            if decision.avoid != decided.avoid:
+                parts.append(f"isolating {_names(decided.avoid)}")
+            if decision.keep_nodes != decided.keep_nodes:
+                parts.append("on the same nodes" if decided.keep_nodes else "with all places given anew")
+            if decision.delay != decided.delay:
+                parts.append(f"after {duration(decided.delay)}")
+            parts += _spending(decision.spent, decided.spent)
+        case (Stop(), Stop()):
+            if decision.exit_code != decided.exit_code:
+                parts.append(f"with exit code {decided.exit_code}")
+    return f"then {', '.join(parts)}" if parts else ""
+
+
+def _spending(now: bool, then: bool) -> list[str]:
+    return [] if now == then else ["spending one of max_restarts" if then else "spending nothing of max_restarts"]
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"
+
+
+def _completed(job: JobState, event: Event, repair: Repair | None) -> Event:
+    """Fill in what the writer of an event left to whatever goes on at that moment."""
+    if isinstance(event, RepairEnded) and not event.nodes and repair is not None:
+        event = replace(event, strategy=repair.strategy, nodes=repair.nodes)
+    if getattr(event, "generation", None) == CURRENT:
+        told: Any = event
+        return replace(told, generation=job.generation)  # type: ignore[no-any-return]
+    return event
+
+
+def _deadline(job: JobState, decision: Decision, before: datetime | None) -> datetime | None:
+    match decision:
+        case Relaunch() | Stop():
+            return None
+        case Examine() | Repair() | Wait():
+            return decision.until
+        case Ask():
+            return job.next.at
+        case _:
+            return before
+
+
+def _consequences(
+    job: JobState, event: Event, decision: Decision, at: datetime, due: int | None, upcoming: Step | None
+) -> tuple[Step, ...]:
+    """What follows at once by itself, unless what is told next answers it."""
+    answer = upcoming.event if upcoming is not None else None
+    match decision:
+        case Relaunch(strategy=Strategy.GROW) if isinstance(event, NodesGranted) and not isinstance(answer, NodesAcquired):
+            return (Step(at, NodesAcquired(seat(job.slots, tuple(Place(node, node) for node in event.nodes)))),)
+        case Relaunch() if not isinstance(answer, NodesAcquired | NodesMissing | RanksFound):
+            ready = at + decision.delay
+            if upcoming is not None:
+                ready = max(at, min(ready, upcoming.at))  # whoever wrote a fault of a generation has seen it run
+            return (Step(ready, NodesAcquired(seat(job.slots, _places(job, decision), anew=not decision.keep_nodes))),)
+        case Examine() if not isinstance(answer, NodesExamined | DeadlinePassed):
+            examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, "nobody says what was found") for node in decision.nodes)
+            return (Step(at, NodesExamined(job.generation, examined)),)
+        case Repair() if not isinstance(answer, RepairEnded | DeadlinePassed):
+            return (Step(at, RepairEnded(job.generation, decision.strategy, decision.nodes, "done", "nobody says otherwise")),)
+    match event:
+        case NodesAcquired() if job.phase is Phase.LAUNCHING and not isinstance(answer, Launched | LaunchRefused | LaunchFailed):
+            return (Step(at, Launched(job.generation, at, at)),)
+        case NodesOffered() if isinstance(decision, Wait) and not isinstance(answer, NodesGranted):
+            granted = (*(slot.node for slot in job.slots), *event.nodes)
+            return (Step(at, NodesGranted(job.generation, granted)),)
+        case ProgressSeen() if due is not None and event.step >= due and not isinstance(answer, StepReached):
+            return (Step(at, StepReached(event.generation, event.step, event.at)),)
+    return ()
+
+
+def _places(job: JobState, decision: Relaunch) -> tuple[Place, ...]:
+    """The nodes that are kept, then n1, n2, … as far as they are neither left out nor isolated: spares never run out here."""
+    excluded = {*decision.without, *(avoided.node for avoided in job.avoided)}
+    kept = [slot.node for slot in job.slots if slot.node not in excluded] if decision.keep_nodes else []
+    number = 0
+    while len(kept) < job.spec.node_count and decision.strategy is not Strategy.SHRINK:
+        number += 1
+        if (node := f"n{number}") not in excluded and node not in kept:
+            kept.append(node)
+    return tuple(Place(node, node) for node in kept)

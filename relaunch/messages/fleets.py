@@ -1,0 +1,174 @@
+"""What goes into the fleet workflow: its argument, what programs tell it, and what people may send to it.
+
+What cannot be read becomes a `Rejected`, which people see as a notice: a message never fails a workflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Annotated, Any, TypeVar
+
+from pydantic import PlainSerializer, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from relaunch.fields import Duration, Reason, Strict, parse_name
+from relaunch.messages.jobs import explain
+from relaunch.pool.facts import (
+    Applied,
+    Claimed,
+    DeadDeclared,
+    Fact,
+    FaultsReported,
+    PauseAsked,
+    PermitWanted,
+    QuarantineAsked,
+    Rejected,
+    ReleaseAsked,
+    RepairBegan,
+    RepairEnded,
+    ResumeAsked,
+)
+from relaunch.pool.messages import Claim, FaultReport, PermitRequest
+from relaunch.pool.state import FleetState
+
+DRAIN_WITHIN = timedelta(minutes=30)
+"""How long a job may take to leave a node that a person drains: more than most take from one checkpoint to the next."""
+LONGEST_REASON = 500
+"""Letters of a reason that are kept: it is repeated in the state, and in what every job that waits is told."""
+
+Said = TypeVar("Said")
+_STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
+_CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
+_FAULT_REPORT: TypeAdapter[FaultReport] = TypeAdapter(FaultReport)
+_PERMIT_REQUEST: TypeAdapter[PermitRequest] = TypeAdapter(PermitRequest)
+_REPAIR_BEGAN: TypeAdapter[RepairBegan] = TypeAdapter(RepairBegan)
+_REPAIR_ENDED: TypeAdapter[RepairEnded] = TypeAdapter(RepairEnded)
+
+
+def short(state: FleetState | None) -> Any:
+    """As JSON without what is as it is by default: 2,048 nodes and 1,000 jobs must stay below 2 MiB. Readers see no difference."""
+    return None if state is None else _STATE.dump_python(state, mode="json", exclude_defaults=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetInput:
+    name: str
+    resume: Annotated[FleetState | None, PlainSerializer(short)] = None
+    """Set by continue-as-new only."""
+    inbox: tuple[Fact, ...] = ()
+    checked_at: datetime | None = None
+    """When the fleet file was read and the claims were checked last."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFile:
+    """What a worker found in its fleet file."""
+
+    applied: Applied | None
+    wrong: str = ""
+    """Why there is none."""
+
+
+class QuarantineMessage(Strict):
+    node: str = ""
+    because: Reason = ""
+    by: str = ""
+    drain: bool = False
+    within: Duration | None = None
+
+
+class ReleaseMessage(Strict):
+    """Of `release` and `declare_dead`."""
+
+    node: str = ""
+    because: Reason = ""
+    by: str = ""
+
+
+class ReasonMessage(Strict):
+    """Of `pause` and `resume`."""
+
+    because: Reason = ""
+    by: str = ""
+
+
+class ApplyMessage(Strict):
+    because: str = ""
+    by: str = ""
+
+
+def claim_fact(raw: Any) -> Fact:
+    return Claimed(_CLAIM.validate_python(raw))
+
+
+def fault_report_fact(raw: Any) -> Fact:
+    return FaultsReported(_FAULT_REPORT.validate_python(raw))
+
+
+def repair_began_fact(raw: Any) -> Fact:
+    return _REPAIR_BEGAN.validate_python(raw)
+
+
+def repair_wanted_fact(raw: Any) -> Fact:
+    return PermitWanted(_PERMIT_REQUEST.validate_python(raw))
+
+
+def repair_ended_fact(raw: Any) -> Fact:
+    return _REPAIR_ENDED.validate_python(raw)
+
+
+def quarantine_fact(raw: Any) -> Fact:
+    message = QuarantineMessage.model_validate(raw)
+    if (wrong := _wrong_node(message.node)) is not None:
+        return Rejected("quarantine", wrong)
+    if message.within is not None and not message.drain:
+        return Rejected("quarantine", "within: it says how soon a node is left that is drained, expected drain true beside it")
+    within = message.within if message.within is not None else DRAIN_WITHIN
+    return QuarantineAsked(message.node, message.because[:LONGEST_REASON], message.by, within if message.drain else None)
+
+
+def release_fact(raw: Any) -> Fact:
+    message = ReleaseMessage.model_validate(raw)
+    if (wrong := _wrong_node(message.node)) is not None:
+        return Rejected("release", wrong)
+    return ReleaseAsked(message.node, message.because[:LONGEST_REASON], message.by)
+
+
+def dead_fact(raw: Any) -> Fact:
+    message = ReleaseMessage.model_validate(raw)
+    if (wrong := _wrong_node(message.node)) is not None:
+        return Rejected("declare_dead", wrong)
+    return DeadDeclared(message.node, message.because[:LONGEST_REASON], message.by)
+
+
+def pause_fact(raw: Any) -> Fact:
+    message = ReasonMessage.model_validate(raw)
+    return PauseAsked(message.because[:LONGEST_REASON], message.by)
+
+
+def resume_fact(raw: Any) -> Fact:
+    message = ReasonMessage.model_validate(raw)
+    return ResumeAsked(message.because[:LONGEST_REASON], message.by)
+
+
+def apply_message(raw: Any) -> ApplyMessage:
+    return ApplyMessage.model_validate(raw)
+
+
+def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | Rejected:
+    """Parse what was sent; nothing at all counts as an empty object."""
+    try:
+        return parse({} if message in (None, "") else message)
+    except ValidationError as error:
+        return Rejected(name, explain(error)[:LONGEST_REASON])
+
+
+def _wrong_node(name: str) -> str | None:
+    if not name:
+        return "node: missing, expected the name of a node"
+    try:
+        parse_name(name)
+    except ValueError as error:
+        return f"node: {error}"[:LONGEST_REASON]
+    return None

@@ -1,0 +1,1 @@
+"""Who gets which node of a fleet. Pure: reads no clock, calls nothing."""

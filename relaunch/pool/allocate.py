@@ -1,0 +1,212 @@
+"""Whose turn it is: all that a claim wants or nothing, replacements first, and whoever is large is not passed by for ever.
+
+It says also which nodes have to be looked at before somebody can get them, and who gives way when two stand in each other's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+from relaunch.pool.explain import Words, why_closed
+from relaunch.pool.messages import Grant
+from relaunch.pool.orders import TellJob
+from relaunch.pool.placement import Board, Chosen
+from relaunch.pool.probing import FRESH, is_due
+from relaunch.pool.shapes import Shape, fits
+from relaunch.pool.state import ClaimRecord, FleetState, Standing
+
+MOST_LOOKS = 512
+"""Nodes that are looked at for waiting claims at a time: two rounds of what a worker asks side by side."""
+SAY_AGAIN = timedelta(seconds=5)
+"""Between two messages to a job that it still waits, and before the first if it may have its nodes in a moment."""
+SAYS_A_SECOND = 20
+"""To all waiting jobs together: each costs both sides a workflow task, and they are news for people only."""
+LOOK_FIRST = FRESH
+"""How long a job that could run already waits until nodes have answered that it would take too: a look takes a second."""
+
+
+@dataclass(slots=True)
+class Allocation:
+    claims: dict[str, ClaimRecord]
+    moved_at: datetime | None
+    tells: list[TellJob] = field(default_factory=list)
+    looks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    record: ClaimRecord
+    shape: Shape
+    chosen: Chosen
+    ahead: str
+    """The job that what it could use is kept free for."""
+
+
+def order_of(record: ClaimRecord) -> tuple[bool, int, float, str]:
+    """Replacements first, then by priority, first come, first served."""
+    claim = record.claim
+    since = claim.since or record.waiting_since
+    return not claim.running, -claim.priority, since.timestamp() if since else 0.0, claim.job
+
+
+def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str]) -> Allocation:
+    done = Allocation({record.claim.job: record for record in state.claims}, state.moved_at)
+    for record in state.claims:
+        if not record.told and not record.closed and record.answer is not None:
+            done.tells.append(TellJob(record.claim.job, record.answer))
+            done.claims[record.claim.job] = replace(record, told=True)
+    waiting = sorted((record for record in done.claims.values() if record.waits), key=order_of)
+    gap = max(SAY_AGAIN, timedelta(seconds=len(waiting) / SAYS_A_SECOND))
+    closed, words = why_closed(state, now), Words(board)
+    left = []
+    fewer: list[tuple[Waiting, Grant]] = []
+    for record in waiting:
+        claim, shape = record.claim, board.shape(record.claim)
+        kept = board.kept(record)
+        if len(kept) == claim.up_to and not board.holding(record):
+            done.claims[claim.job] = _goes_on(board, record, kept)
+        elif state.applied and (hopeless := words.why_hopeless(record, shape)):
+            _answered(done, record, Grant(claim.submission, claim.seq, "hopeless", because=hopeless), now)
+        elif closed and len(kept) >= claim.nodes and not board.holding(record):
+            # It runs with these, so it waits for nobody.
+            grant = _grant(board, record, Chosen(kept, [], 0))
+            _answered(done, record, replace(grant, fewer=f"{len(kept)} of {claim.up_to} nodes: {closed}"), now)
+        elif closed:
+            _wait(done, record, closed, now, gap, soon=not (state.awaited or (state.begun and state.remembered)))
+        elif f"reclaim/{claim.job}/{claim.submission}" in busy:
+            # What stops its ranks would stop the ones that it launched with this grant too.
+            _wait(done, record, f"ranks of job {claim.job} itself, which nobody answered for, are being stopped", now, gap)
+        elif unknown := board.where_unknown(record):
+            # Nothing bounds how long a gang goes on whose nodes are all silent, or a job on one node.
+            _wait(done, record, words.why_unknown(record, unknown), now, gap)
+            done.looks += [node for node in unknown if is_due(board.nodes[node], now)][: MOST_LOOKS - len(done.looks)]
+        else:
+            chosen = board.choose(record, shape, alone=len(waiting) == 1)
+            if not chosen.missing and not (chosen.hopeful and now - (record.waiting_since or now) < LOOK_FIRST):
+                grant = _grant(board, record, chosen)
+                if len(grant.places) < claim.up_to:
+                    fewer.append((Waiting(record, shape, chosen, board.ahead(shape)), grant))
+                else:
+                    _answered(done, record, grant, now)
+                continue
+            left.append(Waiting(record, shape, chosen, board.ahead(shape)))
+            done.looks += chosen.looks[: MOST_LOOKS - len(done.looks)]
+            if board.could_have(record, shape, chosen):
+                board.reserve(claim.job, shape)
+    for one, grant in fewer:  # after all grants, so that it names those who got theirs just now
+        _answered(done, one.record, replace(grant, fewer=words.why_fewer(one.record, one.shape, one.chosen, one.ahead)), now)
+    for one in left:
+        because = words.why_waiting(one.record, one.shape, one.chosen, one.ahead)
+        _wait(done, one.record, because, now, gap, soon=one.chosen.hopeful)
+    _yield(done, board, left, now)
+    return done
+
+
+def yields_at(state: FleetState) -> datetime | None:
+    """When somebody may have to give way."""
+    stuck = [record for record in state.claims if _may_be_stuck(record)]
+    since = [record.waiting_since for record in stuck if record.waiting_since is not None]
+    if len(since) < 2:
+        return None
+    return max(sorted(since)[1], state.moved_at or since[0]) + state.limits.replacement_wait
+
+
+def _goes_on(board: Board, record: ClaimRecord, kept: list[int]) -> ClaimRecord:
+    """It has all that it wants, which is news to nobody and no reason to wait for anything: it is told only if it says it twice."""
+    claim = record.claim
+    places = board.grant(record, Chosen(kept, [], 0))
+    grant = Grant(claim.submission, claim.seq, places=places, because="it goes on with what it has")
+    return replace(record, granted=places, answer=grant, said="", said_at=None, say_at=None)
+
+
+def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
+    claim = record.claim
+    holding = board.holding(record)
+    places = board.grant(record, chosen)
+    named = [board.nodes[node].name for node in chosen.new]
+    because = f"{_named(named)} joined" if named else "it goes on with what it has"
+    if holding:
+        because += f"; ranks of an earlier submission may live on {_named(holding)}"
+    return Grant(
+        claim.submission,
+        claim.seq,
+        places=places,
+        because=because,
+        holding=holding,
+        launched=record.inherited_launched if holding else (),
+        moved=tuple(node for node in holding if node in record.moved),
+    )
+
+
+def _answered(done: Allocation, record: ClaimRecord, grant: Grant, now: datetime) -> None:
+    done.claims[record.claim.job] = replace(record, granted=grant.places, answer=grant, said="", said_at=None, say_at=None)
+    done.tells.append(TellJob(record.claim.job, grant))
+    if grant.kind == "granted" and record.claim.running:
+        done.moved_at = now
+
+
+def _wait(done: Allocation, record: ClaimRecord, because: str, now: datetime, gap: timedelta, *, soon: bool = False) -> None:
+    """`soon`: it will be over in a moment, most likely, and then nobody needs to hear of it."""
+    claim = record.claim
+    say_at = None
+    if because != record.said:
+        if record.said_at is not None:
+            say_at = record.said_at + gap
+        elif soon:
+            say_at = (record.waiting_since or now) + SAY_AGAIN
+        if say_at is None or now >= say_at:
+            done.tells.append(TellJob(claim.job, Grant(claim.submission, claim.seq, "waiting", because=because)))
+            record = replace(record, said=because, said_at=now)
+            say_at = None
+    if say_at != record.say_at:
+        record = replace(record, say_at=say_at)
+    done.claims[claim.job] = record
+
+
+def _may_be_stuck(record: ClaimRecord) -> bool:
+    return record.waits and record.claim.running and bool(record.places)
+
+
+def _lacks(one: Waiting, now: datetime, wait: timedelta) -> bool:
+    since = one.record.waiting_since
+    return _may_be_stuck(one.record) and bool(one.chosen.missing) and since is not None and now - since >= wait
+
+
+def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetime) -> None:
+    """Of those who each hold what another one needs, the last gives way."""
+    wait = board.state.limits.replacement_wait
+    stuck = [one for one in left if _lacks(one, now, wait)]
+    if done.moved_at is not None and now - done.moved_at < wait:
+        return
+    for last in range(len(stuck) - 1, 0, -1):
+        record = done.claims[stuck[last].record.claim.job]
+        if record.answer is None and (other := _helped(board, stuck, last)):
+            claim = record.claim
+            because = f"job {other} comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
+            grant = Grant(claim.submission, claim.seq, "yield", because=because)
+            done.claims[claim.job] = replace(record, answer=grant)
+            done.tells.append(TellJob(claim.job, grant))
+            done.moved_at = now
+            return
+
+
+def _helped(board: Board, stuck: list[Waiting], last: int) -> str:
+    """Who comes before, and could go on with what this one and others after that one hold."""
+    for first, one in enumerate(stuck[:last]):
+        gains = [_gain(board, other.record, one.shape) for other in stuck[first + 1 :]]
+        if gains[last - first - 1] and sum(gains) >= one.chosen.missing:
+            return one.record.claim.job
+    return ""
+
+
+def _gain(board: Board, record: ClaimRecord, shape: Shape) -> int:
+    nodes = [board.nodes[node] for place in record.places if (node := board.index.get(place.node)) is not None]
+    return sum(one.standing is Standing.IN_SERVICE and fits(one, shape) for one in nodes)
+
+
+def _named(names: Iterable[str]) -> str:
+    from_all = list(names)
+    more = f" and {len(from_all) - 4} more" if len(from_all) > 4 else ""
+    return ", ".join(from_all[:4]) + more

@@ -1,0 +1,142 @@
+"""When relaunch stops repairing and granting until a person has looked, and whether one repair may act now.
+
+It counts and compares; why a node is out, and whether it needs the repair, others have decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from relaunch.evidence.fields import text
+from relaunch.pool.drains import shared, sharing
+from relaunch.pool.facts import PauseAsked, PermitWanted, ResumeAsked
+from relaunch.pool.messages import Permit, PermitRequest
+from relaunch.pool.nodes import find, is_awaiting, is_out, noticed, put, under_repair
+from relaunch.pool.orders import TellRepair
+from relaunch.pool.power import restarted
+from relaunch.pool.restore import is_remembering
+from relaunch.pool.state import Answered, Breaker, FleetState, Standing
+
+REBOOTS_WITHIN = timedelta(hours=1)
+"""What `reboots_per_hour` counts over."""
+KEPT_ANSWERS = 64
+"""Permits that can be told again: more than any fleet has repairs that act at a time."""
+NAMED = 4
+
+
+def under_way(state: FleetState) -> int:
+    """Nodes that are examined or repaired, whoever ordered it."""
+    return sum(node.standing is Standing.REPAIRING or bool(node.repair) for node in state.nodes)
+
+
+def repairs_at_once(state: FleetState) -> int:
+    return state.limits.of("repairs_at_once", _size(state))
+
+
+def may_repair(state: FleetState) -> bool:
+    return not state.breaker.is_open and not state.breaker.paused
+
+
+def opened(state: FleetState, now: datetime) -> FleetState:
+    """Open the breaker when too many nodes are out."""
+    out = [node.name for node in state.nodes if is_out(node) and not node.gone]
+    most = state.limits.of("nodes_out", _size(state))
+    if len(out) <= most and state.out_when_resumed:
+        # What a person knew of is over.
+        state = replace(state, out_when_resumed=0)
+    if state.breaker.is_open or len(out) <= max(most, state.out_when_resumed):
+        return state
+    more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
+    known = f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
+    because = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:NAMED])}{more}); limits.nodes_out allows {most}{known}"
+    return _open(state, because, now)
+
+
+def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRepair]]:
+    """Answer the requests that can be answered, and those that are to be told again."""
+    reboots = tuple(at for at in state.reboots if now - at < REBOOTS_WITHIN)
+    if reboots != state.reboots:
+        state = replace(state, reboots=reboots)
+    if not is_remembering(state, now):  # repairs may be paused, and nobody has said so yet
+        for request in state.requests:
+            state = _answer(state, request, now)
+    tells = [TellRepair(one.workflow, one.permit) for one in state.answered if not one.told]
+    if tells:
+        state = replace(state, answered=tuple(replace(one, told=True) for one in state.answered)[-KEPT_ANSWERS:])
+    return state, tells
+
+
+def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetState:
+    record = find(state, request.node)
+    if record is None:
+        return _said(state, request, False, f"{request.node} is not in fleet {state.name}")
+    if not may_repair(state):
+        return state
+    if (request.power or request.job) and is_awaiting(state, now):
+        return state  # a job may still say that it has the node
+    if request.job and (others := sharing(state, record, request.job)):
+        if all(one.closed for one in others):
+            return state  # what is left of them is being stopped
+        state, refused = shared(state, record, request, [one for one in others if not one.closed], now)
+        return _said(state, request, False, refused)
+    # A request does not wait for repairs that only examine: each of them may be waiting for the same thing.
+    acting = sum(node.repair_acts and node.name != request.node for node in state.nodes)
+    most = repairs_at_once(state)
+    if acting >= most:
+        return state
+    record, refused = restarted(state, record, request, now)
+    if refused:
+        return _said(state, request, False, refused)
+    if request.step == "reboot":
+        hourly = state.limits.reboots_per_hour
+        if len(state.reboots) >= hourly:
+            asked = f"the reboot of {request.node} ({text(request.because, 120)})"
+            return _open(state, f"{asked} would be number {len(state.reboots) + 1} within 1h; limits.reboots_per_hour allows {hourly}", now)
+        state = replace(state, reboots=(*state.reboots, now))
+    state = put(state, replace(record, repair_acts=True))
+    return _said(state, request, True, f"repair {acting + 1} of {most} that may act at a time")
+
+
+def wanted(state: FleetState, fact: PermitWanted, now: datetime) -> FleetState:
+    request = fact.request
+    asked = (request.workflow, request.run, request.seq)
+    again = [one for one in state.answered if (one.workflow, one.permit.run, one.permit.seq) == asked]
+    if again:
+        return replace(state, answered=tuple(replace(one, told=False) if one in again else one for one in state.answered))
+    mine = [one for one in state.requests if (one.workflow, one.run) == (request.workflow, request.run)]
+    if any(one.seq >= request.seq for one in mine):
+        return state
+    if record := find(state, request.node):
+        state = put(state, under_repair(record, request.workflow, request.run, now))
+    return replace(state, requests=(*(one for one in state.requests if one not in mine), request))
+
+
+def pause_asked(state: FleetState, fact: PauseAsked, now: datetime) -> FleetState:
+    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    breaker = replace(state.breaker, paused=f"{by}: {because}", paused_since=now)
+    return noticed(replace(state, breaker=breaker), f"{by} paused repairs: {because}", now)
+
+
+def resume_asked(state: FleetState, fact: ResumeAsked, now: datetime) -> FleetState:
+    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    for request in state.requests:
+        at = request.asked_at.isoformat(timespec="minutes")
+        said = f"it was asked at {at}, before {by} resumed repairs at {now.isoformat(timespec='minutes')}; ask again"
+        state = _said(state, request, False, said, stale=True)
+    out = sum(is_out(node) and not node.gone for node in state.nodes)
+    state = replace(state, breaker=Breaker(resumed_at=now), reboots=(), out_when_resumed=out)
+    return noticed(state, f"{by} resumed repairs: {because}", now)
+
+
+def _said(state: FleetState, request: PermitRequest, allowed: bool, because: str, *, stale: bool = False) -> FleetState:
+    answer = Answered(request.workflow, Permit(request.run, request.seq, allowed, because, stale))
+    return replace(state, requests=tuple(one for one in state.requests if one != request), answered=(*state.answered, answer))
+
+
+def _open(state: FleetState, because: str, now: datetime) -> FleetState:
+    return replace(state, breaker=replace(state.breaker, because=because, since=now))
+
+
+def _size(state: FleetState) -> int:
+    return sum(not node.gone for node in state.nodes)

@@ -1,0 +1,317 @@
+"""What a fleet makes of a claim: whose record it is, what it frees, and what it says against nodes. Grants nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.fields import text
+from relaunch.generation import LaunchedGeneration
+from relaunch.pool.facts import Reclaimed
+from relaunch.pool.messages import Claim, FaultReport, Place, Suspect
+from relaunch.pool.state import BehindClaim, ClaimRecord, FleetState, GivenBack, Living, Mark, NodeLook, NodeRecord, Standing
+
+KEPT_MARKS = 20
+"""Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""
+KEPT_RETURNS = 256
+"""Jobs that gave everything back: messages come late by seconds, not by hundreds of jobs."""
+SUSPECT_JOBS, SUSPECT_WITHIN = 3, timedelta(hours=24)
+"""One job that fails proves nothing against a node, and two may be one person's two mistakes."""
+FOLLOWING = (Cause.APPLICATION, Cause.NUMERICS, Cause.OUT_OF_MEMORY, Cause.UNKNOWN, Cause.HANG)
+"""When such a fault comes again with the same job on another node, it was not the first node's."""
+
+
+def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
+    known = next((record for record in state.claims if record.claim.job == claim.job), None)
+    if known is None:
+        newest = next(((one.submission, one.seq) for one in state.given_back if one.job == claim.job), None)
+    else:
+        newest = known.claim.submission, known.claim.seq
+    if newest is not None and (claim.submission, claim.seq) <= newest:
+        if known is not None and (claim.submission, claim.seq) == newest and known.answer is not None:
+            return _with(state, replace(known, told=False))
+        if claim.submission < newest[0]:
+            # A late word of a submission that has ended, which the job that runs will not take for its own. Or the server's clock
+            # was set back between the two: submissions are numbered by it, and nodes obey only higher ones.
+            behind = BehindClaim(claim.job, claim.submission, claim.seq, newest[0])
+            return replace(state, behind=(*(one for one in state.behind if one.job != claim.job), behind))
+        return state
+    state = reported(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
+    if state.awaited is not None:
+        state = replace(state, awaited=tuple(job for job in state.awaited if job != claim.job))
+    record = _record(claim, known, now)
+    if known is not None and known.moved:
+        older = {place.node for place in (*record.inherited, *claim.holds)}
+        record = replace(record, moved={node: login for node, login in known.moved.items() if node in older})
+    if known is not None and (left := {place.node for place in _knew(claim, known)} - {place.node for place in record.places}):
+        # It has stopped what lived there of earlier submissions; what lives there of its own the next look says.
+        state = _without_living(state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left))))
+    if claim.nodes <= 0 and not record.places:
+        return without(state, record, now)
+    return _with(state, record)
+
+
+def reported(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
+    """Hold what a job reports against the nodes that it names."""
+    return replace(state, nodes=_accused(state.nodes, report, now))
+
+
+def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
+    for record in [record for record in state.claims if record.key in jobs]:
+        # What it was granted and what it held is kept until nobody lives there.
+        # Which nodes were launched together must be known when some of them are free again.
+        claim = replace(record.claim, launched=record.launched)
+        after = replace(record, claim=claim, inherited_launched=(), closed=True, told=True)
+        state = _with(state, after) if after.places else without(state, after, now)
+    return state
+
+
+def reclaimed(state: FleetState, fact: Reclaimed, now: datetime) -> FleetState:
+    state = _without_living(state, fact)
+    for record in [record for record in state.claims if record.claim.job == fact.job]:
+        # Who answered for a node that has moved never saw the ranks.
+        nodes = [node for node in fact.nodes if node not in record.moved]
+        after = replace(record, inherited=_less(record.inherited, nodes)) if record.claim.submission >= fact.submission else record
+        if record.closed and record.claim.submission <= fact.submission:
+            after = _without_nodes(after, nodes)
+        state = without(state, after, now) if after.closed and not after.places else _with(state, after)
+    return state
+
+
+def _without_nodes(record: ClaimRecord, nodes: Iterable[str]) -> ClaimRecord:
+    claim = replace(record.claim, holds=_less(record.claim.holds, nodes))
+    return replace(record, claim=claim, granted=_less(record.granted or (), nodes))
+
+
+def note_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
+    """Remember how nodes were reached when ranks may have been started there, where the file says another way now.
+
+    Args:
+        state: With the nodes as the fleet file has them now.
+        was: The login of each node as it had them before.
+    """
+    now = {node.name: node.spec.login for node in state.nodes}
+    return replace(state, claims=tuple(_with_moves(record, was, now) for record in state.claims))
+
+
+def _with_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, str]) -> ClaimRecord:
+    held = {place.node for place in record.places}
+    then = {node: login for node, login in {**was, **record.moved}.items() if node in held}
+    moved = {node: login for node, login in then.items() if now.get(node, login) != login}
+    return replace(record, moved=moved) if moved != record.moved else record
+
+
+def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
+    """Take a person's word that nothing of jobs that have ended lives on a node, nor of earlier submissions."""
+    for record in state.claims:
+        after = replace(record, inherited=_less(record.inherited, [node]))
+        after = _without_nodes(after, [node]) if record.closed else after
+        if after != record:
+            moved = {name: login for name, login in record.moved.items() if name != node}
+            after = replace(after, moved=moved)
+            state = without(state, after, now) if after.closed and not after.places else _with(state, after)
+    return state
+
+
+def without(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState:
+    """Forget a claim that has nothing any more, but not that it was the last."""
+    claims = tuple(one for one in state.claims if one.claim.job != record.claim.job)
+    others = tuple(one for one in state.given_back if one.job != record.claim.job)
+    last = GivenBack(record.claim.job, record.claim.submission, record.claim.seq, now)
+    return replace(state, claims=claims, given_back=(*others, last)[-KEPT_RETURNS:])
+
+
+def by_marks(record: NodeRecord) -> str:
+    """Why the marks that were not retracted make the node a suspect; empty: they do not."""
+    valid = [mark for mark in record.marks if not mark.retracted]
+    if isolated := [mark for mark in valid if mark.isolated]:
+        return isolated[-1].because
+    jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WITHIN}
+    if len(jobs) < SUSPECT_JOBS:
+        return ""
+    hours = int(SUSPECT_WITHIN / timedelta(hours=1))
+    named = ", ".join(f"{job} ({mark.code or mark.cause})" for job, mark in list(jobs.items())[-SUSPECT_JOBS:])
+    return f"{len(jobs)} jobs failed on it within {hours}h: {named}"
+
+
+def all_retracted(record: NodeRecord, because: str) -> NodeRecord:
+    return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=because) for mark in record.marks))
+
+
+# --- a fleet that was started anew
+
+
+def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
+    """Return the claims of jobs that hold nodes, as the next run of the fleet takes them over: it grants nothing to them."""
+    return tuple(
+        replace(
+            record,
+            claim=replace(record.claim, suspects=(), avoid=()),
+            granted=record.granted or (),
+            said="",
+            waiting_since=None,
+            answer=None,
+            told=True,
+            said_at=None,
+            say_at=None,
+            restored=True,
+        )
+        for record in records
+        if record.places
+    )
+
+
+def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
+    """Take over who held which nodes. What a job has said since counts more, where it says more."""
+    given_back = {one.job: one for one in state.given_back}
+    known = {record.claim.job: record for record in state.claims}
+    for old in records:
+        job = old.claim.job
+        if (record := known.get(job)) is not None:
+            launched = tuple(dict.fromkeys((*record.inherited_launched, *old.launched)))
+            moved = {**old.moved, **record.moved}
+            state = _with(state, replace(record, inherited=_both(record, old), inherited_launched=launched, moved=moved))
+        elif (last := given_back.get(job)) is None:
+            state = _with(state, old)
+        elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
+            # It has ended, and never knew of ranks that may live there.
+            claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=(), launched=old.launched)
+            ended = replace(old, claim=claim, granted=(), inherited=inherited, inherited_launched=(), closed=True)
+            state = _with(state, ended)
+    return state
+
+
+def _both(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
+    """Return where ranks of earlier submissions may live, which this one may not know of."""
+    claim = record.claim
+    if claim.submission == old.claim.submission and claim.seq >= old.claim.seq:
+        before = () if _has_seen(claim, old) else old.inherited
+    else:
+        before = old.places
+    named = {place.node for place in record.inherited}
+    more = tuple(place for place in before if place.node not in named)
+    return (*record.inherited, *_less(more, [place.node for place in claim.holds]))
+
+
+# --- records
+
+
+def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimRecord:
+    inherited: tuple[Place, ...] = ()
+    launched: tuple[LaunchedGeneration, ...] = ()
+    since = now
+    if known is not None:
+        shares = {place.node: place.gpus for place in known.places}
+        # A job that holds a node of an earlier submission does not know which part of it that was.
+        claim = replace(
+            claim, holds=tuple(place if place.gpus else replace(place, gpus=shares.get(place.node, ())) for place in claim.holds)
+        )
+        if claim.submission > known.claim.submission:
+            inherited, launched = known.places, known.launched
+        else:
+            since = known.waiting_since or now if known.waits else now
+            if not _has_seen(claim, known):
+                inherited, launched = known.inherited, known.inherited_launched
+        inherited = _less(inherited, [place.node for place in claim.holds])
+    if claim.nodes > 0:
+        return ClaimRecord(claim, waiting_since=since, inherited=inherited, inherited_launched=launched if inherited else ())
+    # It has ended and never said what became of the ranks before it: they are stopped for it.
+    return ClaimRecord(
+        claim, granted=(), inherited=inherited, inherited_launched=launched if inherited else (), closed=bool(inherited) and not claim.holds
+    )
+
+
+def _knew(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
+    """What the job knew to be its own; a grant that it had not heard of when it spoke is not among that."""
+    return known.places if _has_seen(claim, known) else known.claim.holds
+
+
+def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
+    """Whether the job knows its grant, and with it where an earlier submission lived: it holds what it was granted."""
+    granted = {place.node for place in known.granted or ()}
+    return any(place.node in granted for place in claim.holds)
+
+
+def _with(state: FleetState, record: ClaimRecord) -> FleetState:
+    job = record.claim.job
+    if any(one.claim.job == job for one in state.claims):
+        return replace(state, claims=tuple(record if one.claim.job == job else one for one in state.claims))
+    return replace(state, claims=(*state.claims, record))
+
+
+def _less(places: tuple[Place, ...], nodes: Iterable[str]) -> tuple[Place, ...]:
+    freed = frozenset(nodes)
+    return tuple(place for place in places if place.node not in freed)
+
+
+def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
+    nodes = tuple(_left(node, node.look, fact) if node.look and node.name in fact.nodes else node for node in state.nodes)
+    return replace(state, nodes=nodes)
+
+
+def _left(node: NodeRecord, look: NodeLook, fact: Reclaimed) -> NodeRecord:
+    def others(living: tuple[Living, ...]) -> tuple[Living, ...]:
+        return tuple(one for one in living if one.job != fact.job or one.submission > fact.submission)
+
+    return replace(node, look=replace(look, living=others(look.living)), last_living=others(node.last_living))
+
+
+# --- marks
+
+
+def _accused(nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime) -> tuple[NodeRecord, ...]:
+    records = {node.name: node for node in nodes} if report.suspects else {}
+    for suspect in report.suspects:
+        if (record := records.get(suspect.node)) is None or (marked := _marked(record, report, suspect)) is None:
+            continue
+        records[suspect.node] = marked
+        for name, other in list(records.items()):
+            if name != suspect.node and other.marks:
+                records[name] = _followed(other, report, suspect, now)
+        if marked.standing is Standing.IN_SERVICE:
+            by = f"job {report.job}" if suspect.isolate else "relaunch"
+            because = (text(suspect.because) or suspect.cause) if suspect.isolate else by_marks(marked)
+            if because:
+                records[suspect.node] = replace(marked, standing=Standing.SUSPECT, because=because, by=by, since=now)
+    return tuple(records.values()) or nodes
+
+
+def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
+    """None: nothing new."""
+    said = (report.job, report.submission, suspect.generation)
+    known = next((mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said), None)
+    if known is not None and (known.isolated or known.retracted or not suspect.isolate):
+        return None
+    mark = Mark(
+        suspect.at,
+        *said,
+        suspect.cause,
+        text(suspect.because) or suspect.cause,
+        suspect.code,
+        suspect.gpus,
+        isolated=suspect.isolate,
+    )
+    marks = sorted((*(one for one in record.marks if one is not known), mark), key=lambda one: one.at)[-KEPT_MARKS:]
+    return replace(record, marks=tuple(marks)) if mark in marks else None
+
+
+def _followed(record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime) -> NodeRecord:
+    if suspect.cause not in FOLLOWING:
+        return record
+    because = f"the fault followed job {report.job} to {suspect.node}"
+    marks = tuple(
+        replace(mark, retracted=because)
+        if not mark.retracted
+        and (mark.job, mark.submission, mark.cause, mark.code) == (report.job, report.submission, suspect.cause, suspect.code)
+        and mark.generation < suspect.generation
+        else mark
+        for mark in record.marks
+    )
+    if marks == record.marks:
+        return record
+    record = replace(record, marks=marks)
+    if record.standing is Standing.SUSPECT and not by_marks(record):
+        return replace(record, standing=Standing.IN_SERVICE, because="", by="", since=now)
+    return record

@@ -1,0 +1,120 @@
+"""Who is asked to leave a node, until when, and who hears that it is over.
+
+A person wants it empty, or the fleet does: it has to be examined, and others share it. Whether and when a job leaves is its own
+matter, and that of whoever may answer for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from datetime import datetime
+
+from relaunch.evidence.fields import text
+from relaunch.pool.messages import PermitRequest, Withdraw
+from relaunch.pool.nodes import FLEET, is_awaiting, put
+from relaunch.pool.orders import AskToLeave
+from relaunch.pool.power import in_use
+from relaunch.pool.restore import is_remembering
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+
+NAMED = 4
+
+
+def asked_to_leave(state: FleetState, now: datetime) -> tuple[FleetState, list[AskToLeave]]:
+    """Ask whoever is on a node that is wanted, each job once; tell it once when the node is not wanted any more."""
+    wanted = [node for node in state.nodes if node.drain or node.leave or node.told or node.standing is Standing.SUSPECT]
+    if not wanted:
+        return state, []
+    orders: list[AskToLeave] = []
+    on = _on_nodes(state)
+    after = {node.name: _asked(state, node, on[node.name], now, orders) for node in wanted}
+    nodes = tuple(after.get(node.name, node) for node in state.nodes)
+    return (state if nodes == state.nodes else replace(state, nodes=nodes)), orders
+
+
+def _asked(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime, orders: list[AskToLeave]) -> NodeRecord:
+    leave = _leave(state, node, here, now)
+    wish = node.drain or leave
+    if wish is None:
+        over = Withdraw(node.name, _why_over(node), f"{FLEET}{state.name}", now, withdrawn=True)
+        waiting = [record for record in state.claims if record.waits and record not in here] if node.told else []
+        orders += [AskToLeave(record.claim.job, over) for record in (*here, *waiting) if record.claim.job in node.told]
+        told: tuple[str, ...] = ()
+    else:
+        asked = [record.claim.job for record in here if node.drain or not _accuses(node, record)]
+        new = [job for job in asked if job not in node.told]
+        orders += [AskToLeave(job, wish) for job in new]
+        told = (*node.told, *new)
+    return node if (leave, told) == (node.leave, node.told) else replace(node, leave=leave, told=told)
+
+
+def _leave(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime) -> Withdraw | None:
+    """What the fleet itself wants of those who share a suspect; nothing while nothing would be done to it."""
+    if node.standing is not Standing.SUSPECT or node.drain is not None or _stands_still(state):
+        return None
+    if node.leave is not None or not state.begun or is_awaiting(state, now) or is_remembering(state, now):
+        return node.leave
+    return _wish(state, node, now) if any(not _accuses(node, record) for record in here) else None
+
+
+def _wish(state: FleetState, node: NodeRecord, now: datetime) -> Withdraw:
+    return Withdraw(node.name, node.because, f"{FLEET}{state.name}", now + state.limits.leave_within)
+
+
+def _stands_still(state: FleetState) -> bool:
+    return state.breaker.is_open or bool(state.breaker.paused) or state.repairs == "observe"
+
+
+def _accuses(node: NodeRecord, record: ClaimRecord) -> bool:
+    """Whether the job's own evidence isolates the node: it leaves by itself. A fault that came to nothing is no such word."""
+    return any(mark.job == record.claim.job and mark.isolated and not mark.retracted for mark in node.marks)
+
+
+def _why_over(node: NodeRecord) -> str:
+    match node.standing:
+        case Standing.IN_SERVICE:
+            return "it is in service again"
+        case Standing.SUSPECT:
+            return "nothing is repaired at the moment"
+        case _:
+            return f"it is {node.standing}, and whoever has it may stay"
+
+
+def _is_on(record: ClaimRecord, node: NodeRecord) -> bool:
+    return any(place.node == node.name for place in record.places)
+
+
+def _on_nodes(state: FleetState) -> defaultdict[str, list[ClaimRecord]]:
+    on: defaultdict[str, list[ClaimRecord]] = defaultdict(list)
+    for record in state.claims:
+        for place in record.places if not record.closed else ():
+            on[place.node].append(record)
+    return on
+
+
+# --- a repair that a job has ordered of a node that it shares
+
+
+def sharing(state: FleetState, node: NodeRecord, job: str) -> list[ClaimRecord]:
+    """Who else has the node, or a part of it."""
+    return [record for record in state.claims if record.claim.job != job and _is_on(record, node)]
+
+
+def shared(state: FleetState, node: NodeRecord, request: PermitRequest, others: list[ClaimRecord], now: datetime) -> tuple[FleetState, str]:
+    """Have the others leave it, where that is the fleet's to ask; return why the repair may not be now."""
+    if not any(record.claim.job == request.job and _is_on(record, node) for record in state.claims):
+        return state, in_use(state, node, request.job)
+    if node.standing is Standing.IN_SERVICE and not _stands_still(state):
+        node = replace(node, standing=Standing.SUSPECT, because=text(request.because), by=f"job {request.job}", since=now)
+    if node.standing is Standing.SUSPECT and node.leave is None and not _stands_still(state):
+        node = replace(node, leave=_wish(state, node, now))
+    jobs = [record.claim.job for record in others]
+    many = len(jobs) > 1
+    named = ", ".join(jobs[:NAMED]) + (f" and {len(jobs) - NAMED} more" if len(jobs) > NAMED else "")
+    has = f"job{'s' * many} {named} {'have' if many else 'has'} a part of {node.name} too"
+    if (wish := node.drain or node.leave) is None:
+        return put(state, node), f"{has}: drain the node to have it left"
+    if request.job not in node.told:
+        node = replace(node, told=(*node.told, request.job))  # by the refusal
+    return put(state, node), f"{has}, and {'were' if many else 'was'} asked to leave it by {wish.until:%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,166 @@
+"""Why a claim waits, or waits in vain, in words for whoever looks at the job at night: how many, who has the others, what is broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from relaunch.evidence.fields import text
+from relaunch.pool.inventory import used_by
+from relaunch.pool.nodes import is_awaiting
+from relaunch.pool.placement import Board, Chosen
+from relaunch.pool.restore import is_remembering
+from relaunch.pool.shapes import Shape, fits
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+
+NAMED = 3
+"""Of each kind; the rest is counted."""
+
+
+def why_closed(state: FleetState, now: datetime) -> str:
+    """Why nobody is granted anything; empty: the fleet grants."""
+    if not state.applied:
+        return f"the file of fleet {state.name} has not been read yet"
+    if state.breaker.is_open:
+        since = f"{state.breaker.since:%H:%M} UTC" if state.breaker.since else "some time"
+        return f"the breaker of fleet {state.name} is open since {since}: {state.breaker.because}; relaunch nodes resume closes it"
+    anew = f"fleet {state.name} was started anew and "
+    if state.awaited is None:
+        return anew + "looks which jobs run"
+    if is_awaiting(state, now):
+        return anew + f"asks the jobs what they hold: {listed(state.awaited)}"
+    if is_remembering(state, now):
+        return anew + "asks the run before it which nodes are out of service"
+    if not state.begun:
+        return anew + f"looks at its {len(state.nodes)} nodes"
+    return ""
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is true of all nodes of one kind, whoever asks."""
+
+    holders: tuple[tuple[str, int], ...]
+    """Jobs and how many of the nodes they hold, those that hold most first."""
+    jobs: frozenset[str]
+    out: tuple[str, ...]
+    silent: tuple[str, ...]
+    blocked: tuple[str, ...]
+    spares: int
+    """Free, and only for jobs that have run."""
+
+
+class Words:
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._surveys: dict[tuple[int, bool], Survey] = {}
+
+    def why_hopeless(self, record: ClaimRecord, shape: Shape) -> str:
+        claim, board = record.claim, self._board
+        gone = [node for node in board.kept(record) if board.nodes[node].gone]
+        most = board.most(shape) + len(gone)
+        if most >= claim.nodes:
+            return ""
+        if not board.nodes:
+            return f"the file of fleet {board.state.name} names no node, and {claim.nodes} are wanted"
+        gpus = f" with {claim.gpus} GPUs or more" if claim.gpus else ""
+        return f"fleet {board.state.name} has {most} node{'s' * (most != 1)}{gpus}, and {claim.nodes} are wanted"
+
+    def why_unknown(self, record: ClaimRecord, nodes: Sequence[int]) -> str:
+        """Return why a claim waits for nodes that have not answered since the fleet began."""
+        board = self._board
+        names = listed([board.nodes[node].name for node in nodes])
+        error = board.state.restore_error
+        return text(
+            f"{names} ha{'ve' if len(nodes) > 1 else 's'} not answered since fleet {board.state.name} began, and ranks of an earlier "
+            f"submission of job {record.claim.job} may live there: what the fleet knew before is lost"
+            f"{f' ({text(error, 160)})' if error else ''}. "
+            "The job is launched when all have answered; take a node that is off for good out of the fleet file",
+            600,
+        )
+
+    def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+        """Why a job that runs, or may begin, has not as many as it would take."""
+        have = len(chosen.kept) + len(chosen.new)
+        parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or ["no other is to be had"]
+        return text(f"{have} of {record.claim.up_to} nodes: " + "; ".join(parts), 600)
+
+    def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
+        # That an answer has grown old is no news: the job would be told of it every ten seconds, and each time writes that down.
+        have = len(chosen.kept) + len(chosen.new) + (0 if chosen.hopeful else chosen.stale)
+        wanted = record.claim.nodes if chosen.missing else record.claim.up_to
+        return text(f"{have} of {wanted} nodes: " + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part), 600)
+
+    def _parts(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> list[str]:
+        claim, board = record.claim, self._board
+        survey = self._survey(shape)
+        parts = []
+        if chosen.hopeful:
+            parts.append("it is looked whether the others answer")
+        elif ahead:
+            parts.append(f"job {ahead} comes first")
+        holders = [(job, count) for job, count in survey.holders[: NAMED + 1] if job != claim.job][:NAMED]
+        if holders:
+            rest = len(survey.holders) - len(holders) - (claim.job in survey.jobs)
+            more = f", {rest} more job{'s' * (rest > 1)} hold{'s' * (rest == 1)} the rest" if rest else ""
+            parts.append(", ".join(f"job {job} holds {count}" for job, count in holders) + more)
+        parts += [self._some(survey.out, "out of service"), self._some(survey.silent, "silent"), self._some(survey.blocked, "in use")]
+        known = [board.nodes[node] for name in claim.avoid if (node := board.index.get(name)) is not None]
+        avoided = [node.name for node in known if fits(node, shape, with_avoided=True) and node.standing is Standing.IN_SERVICE]
+        parts.append(f"it avoids {listed(avoided)}" if avoided else "")
+        idle = survey.spares
+        parts.append(f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else "")
+        return parts
+
+    @staticmethod
+    def _some(clauses: tuple[str, ...], what: str) -> str:
+        more = f" and {len(clauses) - NAMED} more are {what}" if len(clauses) > NAMED else ""
+        return ", ".join(clauses[:NAMED]) + more
+
+    def _survey(self, shape: Shape) -> Survey:
+        key = shape[0], shape[1]
+        if key not in self._surveys:
+            self._surveys[key] = self._surveyed((shape[0], shape[1], frozenset()))
+        return self._surveys[key]
+
+    def _surveyed(self, shape: Shape) -> Survey:
+        board = self._board
+        nodes = [(index, node) for index, node in enumerate(board.nodes) if fits(node, shape)]
+        holders: Counter[str] = Counter()
+        out, silent, blocked = [], [], []
+        for index, node in nodes:
+            holders.update(list(board.holders.get(index, ())))
+            if node.standing is not Standing.IN_SERVICE:
+                out.append(f"{node.name} is {node.standing} ({text(node.because, 80)})")
+            elif node.look is not None and node.look.silent:
+                silent.append(f"{node.name} does not answer ({text(node.look.silent, 80)})")
+            elif node.short:
+                blocked.append(f"{node.name}: {node.short}")
+            elif uses := board.in_the_way(index, shape[0]):
+                blocked.append(f"{node.name}: {text(used_by(uses), 160)}")
+            elif index not in board.holders and (why := _in_the_way(node)):
+                blocked.append(f"{node.name}: {why}")
+            elif index in board.offered and node.spec.gpus:
+                blocked.append(f"{node.name} is offered to job {', '.join(board.offered[index])}")
+        need, spares, _ = shape
+        idle = 0 if spares else sum(node.spec.spare and node.spec.gpus >= need and board.is_free(i) for i, node in enumerate(board.nodes))
+        return Survey(tuple(holders.most_common()), frozenset(holders), tuple(out), tuple(silent), tuple(blocked), idle)
+
+
+def _in_the_way(node: NodeRecord) -> str:
+    if node.repair:
+        return f"it is under repair ({node.repair})"
+    if node.look is None:
+        return ""
+    if node.look.held:
+        return text(node.look.held, 80)
+    if node.look.living and node.spec.gpus:
+        return f"ranks of job {node.look.living[0].job} live there"
+    return ""

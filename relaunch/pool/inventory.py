@@ -1,0 +1,143 @@
+"""What NVML says of a node's GPUs when it is looked at: what there is, and which strangers compute there. Facts; it condemns no node.
+
+Whoever relaunch itself runs is no stranger. What could not be read is neither free nor used, neither there nor lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relaunch.evidence.fields import MOST_GPUS, count, fields, text, unreadable
+
+NAMED = 3
+"""Of users, and of lost GPUs; the rest is counted. A fleet keeps this of 2,048 nodes, and starts anew with less than 2 MiB."""
+MPS_SERVER = "nvidia-cuda-mps-server"
+"""NVIDIA's Multi-Process Service: it stays when those for whom it works have gone, and NVML names them beside it."""
+UNKNOWN = -1
+"""For the memory in use of a GPU that did not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    gpus: tuple[int, ...]
+    who: str
+    """A user and a program of his: `alice (python, pid 4242 and 7 more)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    model: str = ""
+    """Of all of them; where they differ, each kind that there is."""
+    count: int = 0
+    """How many answer."""
+    memory: int = 0
+    """Bytes of one, the smallest; 0: not read."""
+    memory_used: tuple[int, ...] = ()
+    """MiB by index; UNKNOWN where it was not read."""
+    driver: str = ""
+    nvml: str = ""
+    used: tuple[GpuUse, ...] = ()
+    """By strangers; one GPU may be used by several."""
+    lost: tuple[str, ...] = ()
+    """Bus ids, or `GPU 3` where even that could not be read."""
+    unreadable: str = ""
+    """Why nothing of all this is known; empty: it is."""
+
+
+def read_inventory(answer: object) -> Inventory:
+    """Read the `gpus` of a node's answer to `list`, or to a probe."""
+    reading = fields(answer)
+    rows = reading.get("gpus") if reading is not None else None
+    if reading is None or not isinstance(rows, list) or len(rows) > MOST_GPUS:
+        return Inventory(unreadable=unreadable(answer if reading is None else rows))
+    models: dict[str, None] = {}
+    totals: list[int] = []
+    memory_used: list[int] = []
+    strangers: dict[tuple[str, str], _Stranger] = {}
+    lost: list[str] = []
+    for index, row in enumerate(rows):
+        memory_used.append(UNKNOWN)
+        if not isinstance(row, Mapping) or "lost" in row:
+            lost.append(_bus(row, index))
+            continue
+        models[text(row.get("name"), 60)] = None
+        memory = fields(row.get("memory")) or {}
+        total, taken = count(memory.get("total")), count(memory.get("used"))
+        if total is not None and taken is not None:
+            totals.append(total)
+            memory_used[-1] = taken >> 20
+        for process in _listed(row.get("processes")):
+            name = _name(process.get("user")), _name(process.get("program"))
+            strangers.setdefault(name, _Stranger()).uses(index, count(process.get("pid")))
+    return Inventory(
+        model=", ".join(name for name in models if name),
+        count=len(rows) - len(lost),
+        memory=min(totals, default=0),
+        memory_used=tuple(memory_used),
+        driver=text(reading.get("driver"), 40),
+        nvml=text(reading.get("nvml"), 40),
+        used=_uses(strangers),
+        lost=tuple(lost),
+    )
+
+
+def _bus(row: object, index: int) -> str:
+    """As the kernel prints it: NVML writes the domain with eight digits."""
+    bus = text(row.get("bus_id"), 40).lower() if isinstance(row, Mapping) else ""
+    return bus.removeprefix("0000") if len(bus) == len("00000000:05:00.0") else bus or f"GPU {index}"
+
+
+class _Stranger:
+    """All processes of one program of one user."""
+
+    def __init__(self) -> None:
+        self.gpus: dict[int, None] = {}
+        self.pids: dict[int | None, None] = {}
+
+    def uses(self, gpu: int, pid: int | None) -> None:
+        self.gpus[gpu] = None
+        self.pids[pid] = None
+
+
+def _listed(processes: object) -> list[Mapping[str, Any]]:
+    listed = processes if isinstance(processes, list) else []
+    # A node that does not say whose they are says of nobody that he is a stranger.
+    return [one for one in listed if isinstance(one, Mapping) and one.get("ours") is False and one.get("program") != MPS_SERVER]
+
+
+def _name(value: object) -> str:
+    """Whoever runs a program names it, and terminals obey what they are sent."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text(value, 32))
+
+
+def _uses(strangers: Mapping[tuple[str, str], _Stranger]) -> tuple[GpuUse, ...]:
+    named = list(strangers.items())
+    uses = [GpuUse(tuple(one.gpus), _who(*name, one)) for name, one in named[:NAMED]]
+    rest = sorted({gpu for _, one in named[NAMED:] for gpu in one.gpus})
+    return (*uses, GpuUse(tuple(rest), f"{len(named) - NAMED} more")) if rest else tuple(uses)
+
+
+def _who(user: str, program: str, stranger: _Stranger) -> str:
+    known = [pid for pid in stranger.pids if pid is not None]
+    more = f" and {len(known) - 1} more" if len(known) > 1 else ""
+    what = ", ".join(part for part in (program, f"pid {known[0]}{more}" if known else "") if part)
+    return f"{user or 'somebody'}" + (f" ({what})" if what else "")
+
+
+# --- in words
+
+
+def used_by(uses: Iterable[GpuUse]) -> str:
+    """Such as: GPU 2, 3 are used by alice (python, pid 4242)."""
+    return ", ".join(f"GPU {', '.join(map(str, use.gpus))} {'is' if len(use.gpus) == 1 else 'are'} used by {use.who}" for use in uses)
+
+
+def shortage(inventory: Inventory, expected: int) -> str:
+    """What is missing of the GPUs that the fleet file promises, such as: 7 of 8 GPUs answer; 0000:5e:00.0 is lost. Empty: nothing."""
+    if inventory.unreadable or (inventory.count >= expected and not inventory.lost):
+        return ""
+    said = f"{inventory.count} of {max(expected, inventory.count + len(inventory.lost))} GPUs answer"
+    lost = ", ".join(inventory.lost[:NAMED]) + (f" and {len(inventory.lost) - NAMED} more" if len(inventory.lost) > NAMED else "")
+    return f"{said}; {lost} {'is' if len(inventory.lost) == 1 else 'are'} lost" if lost else said

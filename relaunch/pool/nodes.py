@@ -1,0 +1,279 @@
+"""What a fleet makes of its file, of looks, of repairs that begin and end, and of what people say about a node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from relaunch.evidence.fields import text
+from relaunch.evidence.findings import Verdict
+from relaunch.pool.claims import all_retracted, by_marks, declared_dead, note_moves
+from relaunch.pool.facts import Applied, DeadDeclared, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
+from relaunch.pool.messages import Withdraw
+from relaunch.pool.state import FleetState, Living, NodeLook, NodeRecord, Standing
+
+FLEET_FILE = "fleet file"
+"""Who quarantines a node that the file does not name any more."""
+NOT_IN_FILE = "it is no longer in the fleet file"
+RELAUNCH = "relaunch"
+FLEET = "fleet "
+"""How the name begins of whoever orders a repair that is no person: `fleet gpus`."""
+REPAIR_WITHIN = timedelta(hours=3)
+"""A repair has two hours and tells its end itself: one that has not told it by then never will."""
+KEPT_NOTICES = 50
+MAX_MOVES_NAMED = 4
+
+
+def noticed(state: FleetState, notice: str, now: datetime) -> FleetState:
+    return replace(state, notices=(*state.notices, f"{now.isoformat(timespec='minutes')} {text(notice)}")[-KEPT_NOTICES:])
+
+
+def find(state: FleetState, name: str) -> NodeRecord | None:
+    return next((node for node in state.nodes if node.name == name), None)
+
+
+def put(state: FleetState, record: NodeRecord) -> FleetState:
+    return replace(state, nodes=tuple(record if node.name == record.name else node for node in state.nodes))
+
+
+def is_awaiting(state: FleetState, now: datetime) -> bool:
+    """Whether jobs may still say that they hold what looks free."""
+    return state.awaited is None or (bool(state.awaited) and (state.settles_at is None or now < state.settles_at))
+
+
+# --- the file
+
+
+def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
+    if not fact.nodes and state.nodes:
+        return noticed(state, f"the file of fleet {state.name} names no node: its {len(state.nodes)} nodes stay as they are", now)
+    known = {node.name: node for node in state.nodes}
+    nodes = []
+    for spec in fact.nodes:
+        record = known.pop(spec.name, None) or NodeRecord(spec)
+        record = replace(record, spec=spec, gone=False) if record.spec != spec or record.gone else record
+        if record.standing is Standing.QUARANTINED and record.by == FLEET_FILE:
+            record = _back(record, now)
+        nodes.append(record)
+    # Whoever has left the file while somebody is on it stays until it is free: `settle` sees to that.
+    nodes += [_left(record, now) for record in known.values()]
+    for notice in _describe_moves(state, fact):
+        state = noticed(state, notice, now)
+    logins = {node.name: node.spec.login for node in state.nodes}
+    state = replace(state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), applied=True)
+    return note_moves(state, logins)
+
+
+def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
+    """Say which nodes have another address or user in the file while a job may have ranks there."""
+    before = {node.name: node.spec for node in state.nodes}
+    jobs = {place.node: record.claim.job for record in state.claims for place in record.places}
+    found = []
+    for spec in fact.nodes:
+        was = before.get(spec.name)
+        if was is None or spec.name not in jobs or was.login == spec.login:
+            continue
+        found.append(
+            f"{spec.name} is {spec.login} now and was {was.login}, while job {jobs[spec.name]} has it: "
+            f"if its ranks were not started there, the job takes {spec.name} for lost; "
+            "write the old one again, or end its ranks there and `nodes declare-dead` it"
+        )
+    more = [f"and {len(found) - MAX_MOVES_NAMED} more nodes moved while jobs have them"]
+    return found[:MAX_MOVES_NAMED] + (more if len(found) > MAX_MOVES_NAMED else [])
+
+
+def _left(record: NodeRecord, now: datetime) -> NodeRecord:
+    if record.standing in (Standing.REPAIRING, Standing.QUARANTINED):
+        return replace(record, gone=True)
+    return quarantined(replace(record, gone=True), FLEET_FILE, NOT_IN_FILE, now)
+
+
+def _back(record: NodeRecord, now: datetime) -> NodeRecord:
+    if because := by_marks(record):
+        return replace(record, standing=Standing.SUSPECT, because=because, by=RELAUNCH, since=now)
+    return in_service(record, now)
+
+
+def without_gone(state: FleetState) -> FleetState:
+    """Forget the nodes that the file does not name, once nobody is on them and nothing is done to them."""
+    if not any(node.gone for node in state.nodes):
+        return state
+    held = {place.node for record in state.claims for place in record.places}
+    nodes = tuple(node for node in state.nodes if not node.gone or node.repair or node.name in held)
+    return replace(state, nodes=nodes) if len(nodes) < len(state.nodes) else state
+
+
+# --- standings
+
+
+def in_service(record: NodeRecord, now: datetime) -> NodeRecord:
+    return replace(record, standing=Standing.IN_SERVICE, because="", by="", since=now, drain=None, leave=None)
+
+
+def quarantined(record: NodeRecord, by: str, because: str, now: datetime) -> NodeRecord:
+    return replace(record, standing=Standing.QUARANTINED, because=because, by=by, since=now)
+
+
+def is_ours(record: NodeRecord) -> bool:
+    """Out of service by relaunch's own judgement, not a person's."""
+    return record.by == RELAUNCH or record.by.startswith("job ")
+
+
+def is_out(record: NodeRecord) -> bool:
+    match record.standing:
+        case Standing.SUSPECT | Standing.REPAIRING:
+            return True
+        case Standing.QUARANTINED:
+            return is_ours(record)
+        case _:
+            return False
+
+
+# --- looks
+
+
+def looked(state: FleetState, looks: tuple[NodeLook, ...], now: datetime) -> FleetState:
+    by_name = {look.node: look for look in looks}
+    return replace(state, nodes=tuple(_seen(node, by_name.get(node.name), now) for node in state.nodes))
+
+
+def _seen(record: NodeRecord, look: NodeLook | None, now: datetime) -> NodeRecord:
+    if look is None:
+        return record
+    if look.inventory is not None:
+        record = replace(record, inventory=look.inventory, read_at=now - look.read_ago)
+    look = replace(look, inventory=None, read_ago=timedelta(0))
+    record = replace(record, last_living=_last_living(record) if look.silent else (), answered=record.answered or not look.silent)
+    return replace(record, look=look, looked_at=now, silent_since=(record.silent_since or now) if look.silent else None)
+
+
+def _last_living(record: NodeRecord) -> tuple[Living, ...]:
+    return record.last_living if record.look is None or record.look.silent else record.look.living
+
+
+def short(state: FleetState, now: datetime) -> FleetState:
+    """Suspect nodes that lack GPUs, once nobody uses them: what a job meets there is for the job's own fault handling."""
+    if not state.begun or is_awaiting(state, now) or not any(node.short for node in state.nodes):
+        return state
+    held = {place.node for record in state.claims for place in record.places}
+    nodes = (
+        replace(node, standing=Standing.SUSPECT, because=node.short, by=RELAUNCH, since=now)
+        if _is_idle(node, held) and node.short
+        else node
+        for node in state.nodes
+    )
+    return replace(state, nodes=tuple(nodes))
+
+
+def _is_idle(record: NodeRecord, held: set[str]) -> bool:
+    if record.standing is not Standing.IN_SERVICE or record.repair or record.gone or record.name in held:
+        return False
+    if record.strangers:  # an examination would be refused, and the node kept out for that
+        return False
+    return record.look is not None and not (record.look.silent or record.look.held or record.look.living)
+
+
+# --- repairs
+
+
+def repair_began(state: FleetState, fact: RepairBegan, now: datetime) -> FleetState:
+    record = find(state, fact.node)
+    if record is None:
+        return noticed(state, f"{fact.by} repairs {fact.node}, which is not in fleet {state.name}", now)
+    return put(state, under_repair(record, fact.workflow, fact.run, now))
+
+
+def under_repair(record: NodeRecord, workflow: str, run: str, now: datetime) -> NodeRecord:
+    repair = f"{workflow}/{run}"
+    if repair in (record.repair, record.repair_ended):
+        return record
+    return replace(record, repair=repair, repair_since=now, repair_acts=False)
+
+
+def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetState:
+    requests = tuple(one for one in state.requests if (one.workflow, one.run) != (fact.workflow, fact.run))
+    state = replace(state, requests=requests)
+    record = find(state, fact.node)
+    repair = f"{fact.workflow}/{fact.run}"
+    if record is None or record.repair not in ("", repair, fact.workflow) or record.repair_ended == repair:
+        return state
+    # What was read of its GPUs before that says nothing any more.
+    record = replace(record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None)
+    if fact.verdict is not Verdict.UNKNOWN:
+        record = replace(record, verdict=fact.verdict, verdict_at=now, verdict_because=text(fact.because))
+    if fact.job and record.standing is not Standing.REPAIRING:
+        return put(state, record)
+    if _proves_nothing(record, fact):
+        return noticed(put(state, record), f"{record.name} stays in service, its repair was refused: {fact.because}", now)
+    return put(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
+
+
+def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
+    """A person's repair that was refused, because the node is in use for example, says nothing against a node that serves."""
+    ordered = not fact.by.startswith(FLEET)
+    refused = fact.outcome == "refused" and fact.verdict is not Verdict.UNHEALTHY
+    return ordered and refused and record.standing is Standing.IN_SERVICE
+
+
+def _was_stale(state: FleetState, fact: RepairEnded) -> bool:
+    """Whether the last answer to this repair's requests was that it had asked before a person resumed repairs."""
+    told = [one.permit for one in state.answered if (one.workflow, one.permit.run) == (fact.workflow, fact.run)]
+    return bool(told) and told[-1].stale
+
+
+def _after_repair(record: NodeRecord, fact: RepairEnded, now: datetime, *, stale: bool) -> NodeRecord:
+    done = fact.outcome == "done"
+    if done:
+        record = all_retracted(record, "examined healthy after a repair")
+    if record.gone:
+        return quarantined(record, FLEET_FILE, NOT_IN_FILE, now)
+    if record.standing is Standing.QUARANTINED and not is_ours(record):
+        # A person's word holds until a person takes it back by a release: to have a node repaired says nothing about why it is kept.
+        return record
+    if done:
+        return in_service(record, now)
+    if stale and record.standing is Standing.REPAIRING:
+        # It proved nothing: the next repair examines what is true by then.
+        return replace(record, standing=Standing.SUSPECT, since=now)
+    return quarantined(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.because}"), now)
+
+
+def overdue(state: FleetState, now: datetime) -> FleetState:
+    """No repair is believed in for ever."""
+    for record in [one for one in state.nodes if one.repair_since is not None and now - one.repair_since >= REPAIR_WITHIN]:
+        after = replace(record, repair="", repair_since=None, repair_acts=False)
+        if record.standing is Standing.REPAIRING:
+            after = quarantined(after, RELAUNCH, "nobody told how its repair ended", now)
+        state = noticed(put(state, after), f"{record.name}: nobody told within 3 h how {record.repair} ended", now)
+    return state
+
+
+# --- people
+
+
+def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) -> FleetState:
+    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    record = find(state, fact.node)
+    if record is None:
+        return noticed(state, f"{by} asked to quarantine {fact.node}, which is not in fleet {state.name}", now)
+    drain = None if fact.drain_within is None else Withdraw(record.name, because, by, now + fact.drain_within)
+    record = replace(record, drain=drain, told=record.told if drain in (None, record.drain) else ())
+    how = "" if drain is None else f", to be left by {drain.until.isoformat(timespec='minutes')}"
+    return noticed(put(state, quarantined(record, by, because, now)), f"{by} quarantined {record.name}{how}: {because}", now)
+
+
+def release_asked(state: FleetState, fact: ReleaseAsked, now: datetime) -> FleetState:
+    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    record = find(state, fact.node)
+    if record is None or record.gone:
+        return noticed(state, f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}", now)
+    record = all_retracted(replace(in_service(record, now), read_at=None), f"{by} released it: {because}")
+    return noticed(put(state, record), f"{by} released {record.name}: {because}", now)
+
+
+def dead_declared(state: FleetState, fact: DeadDeclared, now: datetime) -> FleetState:
+    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    if find(state, fact.node) is None:
+        return noticed(state, f"{by} declared {fact.node} dead, which is not in fleet {state.name}", now)
+    state = declared_dead(state, fact.node, now)
+    return noticed(state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {because}", now)

@@ -1,0 +1,149 @@
+"""What a fleet that begins anew takes over from the run before it: what people said, what faults and examinations said of nodes,
+and who held which nodes: a node that does not answer cannot tell whose ranks live there, nor can a job that was terminated.
+
+What jobs and nodes say to the new run counts more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from relaunch.pool.claims import note_moves, restored, worth_restoring
+from relaunch.pool.facts import Remembered
+from relaunch.pool.nodes import FLEET_FILE, is_out, noticed
+from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, Standing
+
+REMEMBER_WITHIN = timedelta(seconds=15)
+"""How long nothing is given and nothing repaired meanwhile: a worker asks the run before for ten seconds at most."""
+
+
+def memory(*runs: FleetState) -> Remembered:
+    """Return what is worth remembering of runs that have ended, newest first.
+
+    Args:
+        runs: All back to the newest that had taken over what there was before it.
+    """
+    state, *older = runs
+    if older and not has_restored(state):
+        before = memory(*older)
+        if not state.nodes:
+            return before
+        state = _taken_over(state, before)
+    held = {place.node for record in state.claims for place in record.places}
+    records = (_worth(node) for node in state.nodes if node.by != FLEET_FILE)
+    nodes = tuple(record for record in records if record != NodeRecord(record.spec))
+    logins = {node.name: node.spec.login for node in state.nodes if node.name in held}
+    return Remembered(nodes, worth_restoring(state.claims), state.breaker, logins=logins)
+
+
+def _worth(record: NodeRecord) -> NodeRecord:
+    # Whatever is done to it, somebody has to examine it again: how that ends may be told to nobody.
+    standing = Standing.SUSPECT if record.standing is Standing.REPAIRING else record.standing
+    out = standing is not Standing.IN_SERVICE
+    return NodeRecord(
+        record.spec,
+        standing,
+        because=record.because if out else "",
+        by=record.by if out else "",
+        since=record.since if out else None,
+        drain=record.drain,
+        leave=record.leave,
+        power_cycles=record.power_cycles,
+        marks=record.marks,
+        verdict=record.verdict,
+        verdict_at=record.verdict_at,
+        verdict_because=record.verdict_because,
+    )
+
+
+def has_restored(state: FleetState) -> bool:
+    """Return whether the run has taken over all that there was before it."""
+    return state.remembered and not state.restore_error
+
+
+def is_remembering(state: FleetState, now: datetime) -> bool:
+    """Whether somebody may still say that a node is bad which looks good."""
+    return not state.remembered and (state.remembers_until is None or now < state.remembers_until)
+
+
+def began(state: FleetState, now: datetime) -> FleetState:
+    """Wait for the memory from now on: the nodes are known."""
+    if state.remembers_until is not None or not state.nodes:
+        return state
+    return replace(state, remembers_until=now + REMEMBER_WITHIN)
+
+
+def given_up(state: FleetState, now: datetime) -> FleetState:
+    if state.remembered or is_remembering(state, now):
+        return state
+    state = replace(state, remembered=True, restore_error=f"it did not say so within {REMEMBER_WITHIN.total_seconds():.0f} s")
+    return noticed(state, "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten", now)
+
+
+def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState:
+    """Take it over, once, where nothing newer is known. What could not be had at first may be had later."""
+    if (state.remembered and not state.restore_error) or not state.nodes:
+        return state
+    is_news = fact.lost != state.restore_error
+    state = replace(_taken_over(state, fact), restore_error=fact.lost)
+    if fact.lost and is_news:
+        state = noticed(state, f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}", now)
+    if not state.breaker.is_open:
+        # So many were out before, and nobody was stopped by it, or a person knew of it.
+        out = sum(is_out(node) and not node.gone for node in state.nodes)
+        state = replace(state, out_when_resumed=max(state.out_when_resumed, out))
+    known = {record.name for record in fact.nodes}
+    out = sum(node.standing is not Standing.IN_SERVICE and node.name in known for node in state.nodes)
+    parts = [f"{out} node{'s' * (out != 1)} out of service"] if out else []
+    parts += ["an open breaker"] if fact.breaker.is_open and state.breaker.is_open else []
+    parts += ["a pause of repairs"] if fact.breaker.paused and state.breaker.paused else []
+    return noticed(state, f"remembers {' and '.join(parts)} from the run before", now) if parts else state
+
+
+def _taken_over(state: FleetState, fact: Remembered) -> FleetState:
+    known = {record.name: record for record in fact.nodes}
+    nodes = tuple(_remembered(node, known.get(node.name)) for node in state.nodes)
+    state = note_moves(restored(state, fact.claims), fact.logins)
+    return replace(state, nodes=nodes, breaker=_breaker(state.breaker, fact.breaker), remembered=True)
+
+
+def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
+    if known is not None:
+        record = replace(record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles))))
+    if known is None:
+        return record
+    # A person who has released it since has said the last word; so has whoever took it out of service anew. A job that suspects it has not.
+    is_news = record.standing is not Standing.IN_SERVICE or record.since is not None
+    if is_news and not (record.standing is Standing.SUSPECT and known.standing is Standing.QUARANTINED):
+        # Until when others have to leave a suspect has been said.
+        return replace(record, leave=known.leave) if record.standing is known.standing is Standing.SUSPECT else record
+    old = {_name(mark) for mark in known.marks}
+    new = tuple(mark for mark in record.marks if _name(mark) not in old)
+    return replace(
+        record,
+        standing=known.standing,
+        because=known.because,
+        by=known.by,
+        since=known.since,
+        drain=known.drain,
+        leave=known.leave,
+        marks=tuple(sorted((*known.marks, *new), key=lambda mark: mark.at)),
+        verdict=record.verdict or known.verdict,
+        verdict_at=record.verdict_at or known.verdict_at,
+        verdict_because=record.verdict_because or known.verdict_because,
+    )
+
+
+def _name(mark: Mark) -> tuple[str, int, int]:
+    return mark.job, mark.submission, mark.generation
+
+
+def _breaker(now: Breaker, before: Breaker) -> Breaker:
+    if now.resumed_at is not None:
+        return now
+    if not now.is_open:
+        now = replace(now, because=before.because, since=before.since)
+    if not now.paused:
+        now = replace(now, paused=before.paused, paused_since=before.paused_since)
+    return now

@@ -1,0 +1,302 @@
+"""One pool of nodes: what was told makes the next state, and the state makes orders. It is the map; the knowledge is next door.
+
+`claims` and `nodes` read what is told, `allocate` gives nodes away, `breaker` says when to stop. A state that was settled
+gives no order twice, and everything here may be done again: equal states, facts and times make equal orders.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import assert_never
+
+from relaunch.pool import breaker
+from relaunch.pool import claims as fleet_claims
+from relaunch.pool import nodes as fleet_nodes
+from relaunch.pool import restore as fleet_memory
+from relaunch.pool.allocate import LOOK_FIRST, allocate, yields_at
+from relaunch.pool.drains import asked_to_leave
+from relaunch.pool.facts import (
+    Applied,
+    Claimed,
+    DeadDeclared,
+    Fact,
+    FaultsReported,
+    JobsClosed,
+    JobsFound,
+    Looked,
+    PauseAsked,
+    PermitWanted,
+    QuarantineAsked,
+    Reclaimed,
+    Rejected,
+    ReleaseAsked,
+    Remembered,
+    RepairBegan,
+    RepairEnded,
+    ResumeAsked,
+)
+from relaunch.pool.messages import Grant
+from relaunch.pool.offers import offered, offers_at, released
+from relaunch.pool.orders import AskToClaim, Look, Order, Reclaim, Settled, StartRepair, TellJob
+from relaunch.pool.placement import Board
+from relaunch.pool.power import is_silent_since_reboot
+from relaunch.pool.probing import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Reclaiming, Standing
+
+SWEEP = timedelta(seconds=60)
+"""Between two looks at all nodes: how long ranks that nobody answers for may go unseen."""
+SETTLE = timedelta(seconds=30)
+"""How long a fleet that was started anew waits for jobs to say what they hold: a worker that restarts meanwhile takes ten."""
+RECLAIM_AGAIN = timedelta(seconds=10)
+"""After an order to stop ranks that ended without success."""
+AT_LEAST = timedelta(seconds=1)
+"""Between two wakes without news."""
+
+
+def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
+    """Take in one fact. Learning it again changes nothing."""
+    match fact:
+        case Applied():
+            return fleet_memory.began(fleet_nodes.applied(state, fact, now), now)
+        case JobsFound():
+            return _found(state, fact, now)
+        case Remembered():
+            return fleet_memory.remembered(state, fact, now)
+        case Claimed():
+            return fleet_claims.claimed(state, fact.claim, now)
+        case FaultsReported():
+            return fleet_claims.reported(state, fact.report, now)
+        case Looked():
+            return fleet_nodes.looked(state, fact.looks, now)
+        case JobsClosed():
+            return fleet_claims.closed(state, fact.jobs, now)
+        case Reclaimed():
+            return fleet_claims.reclaimed(state, fact, now)
+        case RepairBegan():
+            return fleet_nodes.repair_began(state, fact, now)
+        case PermitWanted():
+            return breaker.wanted(state, fact, now)
+        case RepairEnded():
+            return fleet_nodes.repair_ended(state, fact, now)
+        case QuarantineAsked():
+            return fleet_nodes.quarantine_asked(state, fact, now)
+        case ReleaseAsked():
+            return fleet_nodes.release_asked(state, fact, now)
+        case DeadDeclared():
+            return fleet_nodes.dead_declared(state, fact, now)
+        case PauseAsked():
+            return breaker.pause_asked(state, fact, now)
+        case ResumeAsked():
+            return breaker.resume_asked(state, fact, now)
+        case Rejected():
+            return fleet_nodes.noticed(state, f"{fact.name}: {fact.because}", now)
+        case _:
+            assert_never(fact)
+
+
+def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
+    """Do what can be done now. `busy` names the orders that are being carried out: `look`, `reclaim/JOB/SUBMISSION`."""
+    state = fleet_nodes.without_gone(fleet_nodes.overdue(fleet_memory.given_up(state, now), now))
+    if not state.begun and state.nodes and all(node.looked_at is not None for node in state.nodes):
+        state = replace(state, begun=True)
+    state = breaker.opened(fleet_nodes.short(state, now), now)
+    orders: list[Order] = []
+    state, numbers = _behind(state)
+    orders += numbers
+    state, permits = breaker.answered(state, now)
+    state = breaker.opened(state, now)  # one that was not allowed, because others share the node, makes it a suspect
+    orders += permits
+    state, repairs = _repairs(state, now)
+    orders += repairs
+    state, leaves = asked_to_leave(state, now)
+    orders += leaves
+    wanted: list[int] = []
+    before = None
+    while before != state.offers:  # what was offered and not taken may be just what somebody waits for
+        state = released(state, now)
+        before = state.offers
+        board = Board(state, now)
+        done = allocate(state, board, now, busy)
+        orders += done.tells
+        wanted = done.looks
+        claims = tuple(done.claims[record.claim.job] for record in state.claims)
+        if claims != state.claims:
+            state = replace(state, claims=claims, moved_at=done.moved_at)
+        state = released(state, now)
+    state, offers, doubtful = offered(state, board, now)
+    orders += offers
+    state, claims_again = _asked(state)
+    orders += claims_again
+    state, reclaims = _reclaims(state, now, busy)
+    orders += reclaims
+    state, looks = _looks(state, board, [*wanted, *doubtful], now, busy)
+    orders += looks
+    return Settled(state, tuple(orders))
+
+
+def next_wake(state: FleetState, now: datetime) -> datetime:
+    """When to settle although nothing was told."""
+    times = [(state.swept_at or now) + SWEEP]
+    later = [one.at + RECLAIM_AGAIN for one in state.reclaims]
+    later += [record.say_at for record in state.claims if record.say_at is not None]
+    later += [node.repair_since + fleet_nodes.REPAIR_WITHIN for node in state.nodes if node.repair_since is not None]
+    if state.awaited and state.settles_at is not None:
+        later.append(state.settles_at)
+    if not state.remembered and state.remembers_until is not None:
+        later.append(state.remembers_until)
+    later += [node.looked_at + look_gap(node, now) for node in state.nodes if node.looked_at is not None and node.look and node.look.unread]
+    later += offers_at(state)
+    later += [
+        record.waiting_since + LOOK_FIRST
+        for record in state.claims
+        if record.waits and record.waiting_since is not None and record.claim.nodes < record.claim.up_to
+    ]
+    if (stuck := yields_at(state)) is not None:
+        later.append(stuck)
+    if not state.begun or any(record.waits for record in state.claims):
+        held = {place.node for record in state.claims for place in record.places}
+        later += [
+            max(at for at in (node.looked_at, node.asked_at) if at is not None) + look_gap(node, now)
+            for node in state.nodes
+            if _is_watched(node, held)
+        ]
+        # Whoever uses GPUs there may be gone by now.
+        later += [node.read_at + FRESH for node in state.nodes if node.read_at is not None and node.strangers]
+    # What is past was done when the state was settled, or nobody wants it, or news of it is on its way.
+    times += [at for at in later if at > now]
+    return max(min(times), now + AT_LEAST)
+
+
+def _is_watched(node: NodeRecord, held: set[str]) -> bool:
+    """Whether a look at it may bring news that somebody waits for."""
+    if node.standing not in (Standing.IN_SERVICE, Standing.SUSPECT) or node.asked_at is None:
+        return False
+    if node.look is None or node.looked_at is None or node.looked_at < node.asked_at:
+        return True
+    return bool(node.look.silent or node.look.held or (node.look.living and node.name not in held))
+
+
+# --- a fleet that was started anew
+
+
+def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
+    known = {record.claim.job for record in state.claims if not record.restored} | {one.job for one in state.given_back}
+    awaited = tuple(job for job in dict.fromkeys(fact.jobs) if job not in known)
+    return replace(state, awaited=awaited, settles_at=state.settles_at or now + SETTLE)
+
+
+def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
+    """Ask jobs what they hold: each once."""
+    ask = tuple(job for job in state.awaited or () if job not in state.asked)
+    return (replace(state, asked=(*state.asked, *ask)) if ask else state), [AskToClaim(job) for job in ask]
+
+
+def _behind(state: FleetState) -> tuple[FleetState, list[TellJob]]:
+    """Tell jobs whose submission is lower than one that is known, so that they take a higher number."""
+    because = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
+    tells = [TellJob(one.job, Grant(one.submission, one.seq, "behind", because=because, above=one.above)) for one in state.behind]
+    return (replace(state, behind=()) if tells else state), tells
+
+
+# --- ranks that nobody answers for
+
+
+def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[FleetState, list[Order]]:
+    found: dict[tuple[str, int], set[str]] = defaultdict(set)
+    records = {record.claim.job: record for record in state.claims}
+    given_back = {one.job: one for one in state.given_back}
+    for record in state.claims:
+        if record.closed:
+            found[record.key].update(place.node for place in record.places if place.node not in record.moved)
+        elif record.waits and record.said and record.inherited:
+            # Whoever comes before this job may wait for just these nodes.
+            older = record.claim.job, record.claim.submission - 1
+            found[older].update(place.node for place in record.inherited if place.node not in record.moved)
+    for node in state.nodes if state.awaited is not None else ():
+        for living in node.look.living if node.look else ():
+            known, last = records.get(living.job), given_back.get(living.job)
+            if living.job in (state.awaited or ()):
+                continue
+            if known is not None:
+                if known.closed and living.submission <= known.claim.submission:
+                    found[known.key].add(node.name)
+                elif living.submission < known.claim.submission and _is_forgotten(known, node.name):
+                    found[living.job, known.claim.submission - 1].add(node.name)
+            elif last is None or node.looked_at is None or node.looked_at - last.at >= FRESH:
+                # A look that was under way when the job gave its nodes back still shows its ranks: those are not meant.
+                found[living.job, living.submission].add(node.name)
+    recent = tuple(one for one in state.reclaims if now - one.at < RECLAIM_AGAIN)
+    wait = {(one.job, one.submission) for one in recent}
+    due = [key for key in sorted(found) if found[key] and key not in wait and f"reclaim/{key[0]}/{key[1]}" not in busy]
+    recent += tuple(Reclaiming(*key, now) for key in due)
+    if recent != state.reclaims:
+        state = replace(state, reclaims=recent)
+    return state, [Reclaim(*key, tuple(sorted(found[key]))) for key in due]
+
+
+def _is_forgotten(record: ClaimRecord, node: str) -> bool:
+    """Whether the job does not see to it that ranks of an earlier submission end there: a grant names them, unless it is long in coming."""
+    if record.waits:
+        return bool(record.said)
+    told = record.answer.holding if record.answer else ()
+    return node not in told and all(place.node != node for place in record.places)
+
+
+# --- repairs and looks
+
+
+def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]:
+    room = breaker.repairs_at_once(state) - breaker.under_way(state)
+    if room <= 0 or not breaker.may_repair(state) or not state.begun:
+        return state, []
+    if fleet_nodes.is_awaiting(state, now) or fleet_memory.is_remembering(state, now):
+        return state, []
+    held = {place.node for record in state.claims for place in record.places}
+    suspects = [
+        (node.since or now, index)
+        for index, node in enumerate(state.nodes)
+        if node.standing is Standing.SUSPECT and not node.repair and node.name not in held and not (node.look and node.look.living)
+    ]
+    orders: list[Order] = []
+    nodes = list(state.nodes)
+    for _, index in sorted(suspects)[:room]:
+        node = nodes[index]
+        gpus = tuple(dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus))
+        orders.append(StartRepair(node.name, node.because, gpus, after_reboot=is_silent_since_reboot(node)))
+        repair = f"repair/{state.name}/{node.name}"
+        nodes[index] = replace(node, standing=Standing.REPAIRING, since=now, repair=repair, repair_since=now, repair_acts=False)
+    return (replace(state, nodes=tuple(nodes)) if orders else state), orders
+
+
+def _looks(state: FleetState, board: Board, wanted: list[int], now: datetime, busy: frozenset[str]) -> tuple[FleetState, list[Order]]:
+    if "look" in busy or not state.nodes:
+        return state, []
+    reads = frozenset(index for index in wanted if may_be_read(state.nodes[index], now, FRESH))
+    if state.swept_at is None or now - state.swept_at >= SWEEP:
+        nodes = list(range(len(state.nodes)))
+        state = replace(state, swept_at=now)
+    else:
+        # Also where nothing can begin before it is known who lives there: the whole fleet, or one repair. And a reading may have ended.
+        unknown = [
+            index
+            for index, node in enumerate(state.nodes)
+            if (
+                node.looked_at is None
+                or (node.look is not None and node.look.unread)
+                or (node.standing is Standing.SUSPECT and board.is_free(index) and board.has_living(index))
+            )
+            and is_due(node, now)
+        ]
+        nodes = list(dict.fromkeys((*wanted, *unknown)))
+    if not nodes:
+        return state, []
+    old = [index for index in nodes if may_be_read(state.nodes[index], now, READ_AGAIN) and not board.is_full(index) and index not in reads]
+    # Of a large fleet some with each sweep, whoever was not read for longest first.
+    old.sort(key=lambda index: (at := state.nodes[index].read_at) is not None and at.timestamp())
+    reads |= set(old[: max(0, MOST_READ - len(reads))])
+    order = Look(tuple(state.nodes[index].name for index in nodes), tuple(state.nodes[index].name for index in nodes if index in reads))
+    asked = frozenset(nodes)
+    records = tuple(replace(node, asked_at=now) if index in asked else node for index, node in enumerate(state.nodes))
+    return replace(state, nodes=records, looks=state.looks + 1), [order]

@@ -1,0 +1,1 @@
+"""What the repair of one node does next. Pure: reads no clock, calls nothing."""

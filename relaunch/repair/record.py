@@ -1,0 +1,36 @@
+"""Writing down what a repair has come to: what it waits for, what was seen, how it ended. Chooses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from relaunch.evidence.fields import text
+from relaunch.evidence.findings import Verdict
+from relaunch.evidence.health import Health
+from relaunch.repair.state import Outcome, RepairState, StepRecord
+
+KEPT_RECORDS = 60
+KEPT_FINDINGS = 16
+
+
+def ended(state: RepairState, now: datetime, outcome: Outcome, because: str, verdict: Verdict = Verdict.UNKNOWN) -> RepairState:
+    state = replace(state, outcome=outcome, verdict=verdict, conclusion=text(because, 600), wait=timedelta(0))
+    return noted(state, now, "Ended", f"{outcome}: {because}")
+
+
+def again(state: RepairState, wait: timedelta, now: datetime, because: str) -> RepairState:
+    return noted(replace(state, wait=wait, waiting=text(because)), now, "Waiting", because)
+
+
+def noted(state: RepairState, now: datetime, what: str, because: str) -> RepairState:
+    record = StepRecord(now, what, text(because))
+    if any((one.what, one.because) == (record.what, record.because) for one in state.log[-2:]):
+        return state  # a node that is awaited says the same every few seconds
+    log = (*state.log, record)
+    return replace(state, log=log if len(log) <= KEPT_RECORDS else (log[0], *log[-KEPT_RECORDS + 1 :]))
+
+
+def with_health(state: RepairState, health: Health) -> RepairState:
+    kept = replace(health, findings=health.findings[:KEPT_FINDINGS], unread=health.unread[:KEPT_FINDINGS])
+    return replace(state, health=kept)

@@ -1,0 +1,1 @@
+"""What users write: jobs, fleets, policies and their presets."""

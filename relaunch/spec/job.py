@@ -1,0 +1,229 @@
+"""The job file, as validated values.
+
+Reading the file (YAML, lines, paths) is the command line's; what a policy means is `policy`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from relaunch.fields import Name, Strict
+
+# The agent sets these itself, or they would let a job speak in the name of another.
+RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
+
+
+PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
+
+
+MODULES = {"torchrun": "torch.distributed.run", "ft_launcher": "nvidia_resiliency_ext.fault_tolerance.launcher"}
+"""What the console script of that name runs (entry_points.txt of either wheel)."""
+
+
+ALSO = ("torch.distributed.launch", "torch.distributed.elastic", "accelerate.commands.launch")
+"""Other modules that start ranks themselves."""
+
+
+def starts_ranks_itself(command: Sequence[str]) -> str | None:
+    """Name the launcher that a command begins with, if it does: two of them, one within the other, are never meant."""
+    first = PurePosixPath(command[0]).name
+    if first in MODULES or first in ("accelerate", "deepspeed"):
+        return first
+    if PYTHON.fullmatch(first):
+        for flag, module in itertools.pairwise(command[1:]):
+            if flag == "-m":
+                return f"-m {module}" if module in (*MODULES.values(), *ALSO) else None
+            if not flag.startswith("-"):
+                return None
+    return None
+
+
+class NodeRange(Strict):
+    min: int
+    max: int
+
+
+def parse_nodes(value: Any) -> Any:
+    """Read how many nodes a job takes: `4`, `{min: 3, max: 4}`, and `3:4` as flags have it."""
+    if isinstance(value, NodeRange) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    written = value
+    if isinstance(value, str):
+        low, colon, high = value.partition(":")
+        if not colon and low.isdecimal():
+            return int(low)
+        if low.isdecimal() and high.isdecimal():
+            value = {"min": int(low), "max": int(high)}
+    if isinstance(value, dict) and set(value) == {"min", "max"} and all(type(one) is int for one in value.values()):
+        if value["min"] < 1:
+            raise ValueError(f"min is {value['min']}: at least 1")
+        if value["min"] > value["max"]:
+            raise ValueError(f"min is {value['min']} and max is {value['max']}: min must not exceed max")
+        return NodeRange(**value)
+    raise ValueError(f"{written!r} is not a number of nodes: write it like 4, or {{min: 3, max: 4}} (as a flag 3:4)")
+
+
+class ProgressSpec(Strict):
+    log_pattern: str | None = None
+    """A regular expression with a group named `step`, searched in every line a rank prints; a group named `checkpoint` tells the step of
+    a checkpoint that is finished, on a line with a step or on one of its own."""
+
+    @field_validator("log_pattern")
+    @classmethod
+    def _has_step(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            groups = re.compile(value).groupindex
+        except re.error as error:
+            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+        if "step" not in groups:
+            raise ValueError(f"{value!r} has no group named step: write it like 'step (?P<step>\\d+)'")
+        return value
+
+
+class CheckpointSpec(Strict):
+    directory: str
+
+
+class SecretReference(Strict):
+    """Where the worker reads a secret at launch; the secret itself is never stored."""
+
+    file: str | None = None
+    env: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.file is None) == (self.env is None):
+            raise ValueError("a secret has exactly one source: file: PATH or env: NAME")
+        return self
+
+
+class EcsTask(Strict):
+    """What a fleet of Amazon ECS runs as one rank: RunTask lays the job's command, environment and GPUs over it."""
+
+    task_definition: Annotated[str, Field(min_length=1)] | None = None
+    """Family, family:revision, or ARN; None: the fleet file's."""
+    container: Annotated[str, Field(min_length=1)] | None = None
+    """Which of its containers trains; None: the only essential one."""
+
+
+class Metadata(Strict):
+    annotations: dict[str, str] = Field(default={})
+
+
+class JobSpec(Strict):
+    """A job file."""
+
+    name: Name
+    command: tuple[str, ...] = Field(min_length=1)
+    nodes: int | NodeRange = 1
+    nproc_per_node: int = Field(default=1, ge=1, le=1024)
+    gpus_per_node: int = Field(default=0, ge=0)
+    launcher: Literal["none", "torchrun", "ft_launcher"] = "none"
+    """What starts the ranks of a node: relaunch itself, or one process a node that does, its own restarts turned off."""
+    gang: Literal["lockstep", "independent"] = "lockstep"
+    """lockstep: no rank advances without all others (the usual data or model parallel job)."""
+    fleet: Name = "default"
+    env: dict[str, str] = Field(default={})
+    secrets: dict[str, SecretReference] = Field(default={})
+    workdir: str | None = None
+    progress: ProgressSpec = ProgressSpec()
+    checkpoint: CheckpointSpec | None = None
+    policy: str | dict[str, Any] = "default"
+    """A preset's name, a file, or a mapping; whoever submits resolves it."""
+    priority: int = 0
+    ecs: EcsTask | None = None
+    """Only for fleets of Amazon ECS, and only where it differs from what the fleet file says."""
+    metadata: Metadata = Metadata()
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"{value!r} is one string: write a list, one item per argument, such as [python, train.py]")
+        return value
+
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _number_or_range(cls, value: Any) -> Any:
+        return parse_nodes(value)
+
+    @field_validator("nodes")
+    @classmethod
+    def _at_least_one(cls, value: int | NodeRange) -> int | NodeRange:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{value} is not a number of nodes: at least 1")
+        return value
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _plain_values(cls, value: Any) -> Any:
+        # YAML turns `DEBUG: 1` into a number and everybody means the string.
+        if isinstance(value, dict):
+            return {key: str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for key, item in value.items()}
+        return value
+
+    @field_validator("env", "secrets")
+    @classmethod
+    def _not_reserved(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            if key.startswith(RESERVED_VARIABLES) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+                raise ValueError(f"{key!r} cannot be set: a variable's name, not starting with RELAUNCH_ or TORCHELASTIC_")
+        return value
+
+    @field_validator("workdir")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not PurePosixPath(value).is_absolute():
+            raise ValueError(f"{value!r} is a relative path: a folder's absolute path on the nodes")
+        return value
+
+    @property
+    def node_count(self) -> int:
+        """At most. How many a generation has, its slots say."""
+        return self.nodes if isinstance(self.nodes, int) else self.nodes.max
+
+    @property
+    def fewest_nodes(self) -> int:
+        """With which it still runs."""
+        return self.nodes if isinstance(self.nodes, int) else self.nodes.min
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.fewest_nodes < self.node_count
+
+    @model_validator(mode="after")
+    def _one_launcher(self) -> Self:
+        if self.launcher != "none" and (found := starts_ranks_itself(self.command)) is not None:
+            told = f"launcher: {self.launcher} puts {self.launcher} before it"
+            raise ValueError(f"command: {found} starts ranks itself: give the command of one rank; {told}")
+        return self
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.nproc_per_node
+
+    @property
+    def processes_per_node(self) -> int:
+        """That relaunch starts itself, and whose exits it sees: where there is a launcher, that one."""
+        return self.nproc_per_node if self.launcher == "none" else 1
+
+    @property
+    def world_size(self) -> int:
+        """At most."""
+        return self.node_count * self.ranks_per_node
+
+    @property
+    def size(self) -> str:
+        """For people: `8 ranks on 4 nodes`, `4 to 8 ranks on 2 to 4 nodes`."""
+        if not self.is_elastic:
+            return f"{self.world_size} ranks on {self.node_count} nodes"
+        fewest = self.fewest_nodes
+        return f"{fewest * self.ranks_per_node} to {self.world_size} ranks on {fewest} to {self.node_count} nodes"

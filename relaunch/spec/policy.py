@@ -1,0 +1,330 @@
+"""What a policy says: ladders, budgets, timeouts, and what in it cannot hold together.
+
+Which rung is next is `ladder`'s and `decide`'s. Presets are the data files in `presets/`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from datetime import timedelta
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides
+from relaunch.evidence.causes import Cause
+from relaunch.evidence.findings import Verdict
+from relaunch.fields import Duration, Strict, duration
+
+PRESETS = Path(__file__).with_name("presets")
+
+KEPT_TRIES = 200
+"""Of a job; the oldest are forgotten, long after their windows."""
+MAX_BACKOFF = timedelta(hours=1)
+"""No delay grows beyond it: a job that sleeps for days looks like a job that is lost."""
+
+
+class Strategy(StrEnum):
+    RESTART_IN_PLACE = "RESTART_IN_PLACE"
+    """The same nodes, all ranks anew."""
+    RESET_GPU = "RESET_GPU"
+    """The suspected GPUs are reset, then as above."""
+    REBOOT_NODE = "REBOOT_NODE"
+    """The suspected node is rebooted, then as above."""
+    REPLACE_NODE = "REPLACE_NODE"
+    """Another node takes the place of each suspect; the others stay."""
+    RESCHEDULE_JOB = "RESCHEDULE_JOB"
+    """All places are given anew."""
+    SHRINK = "SHRINK"
+    """Without the suspects, with what is left: for jobs that may have fewer nodes."""
+    GROW = "GROW"
+    """No rung: what a job does that may have more nodes when its fleet offers them."""
+    ASK = "ASK"
+    FAIL = "FAIL"
+
+    @property
+    def ends(self) -> bool:
+        """It launches nothing."""
+        return self in (Strategy.ASK, Strategy.FAIL)
+
+    @property
+    def repairs(self) -> bool:
+        """It changes a node before it launches."""
+        return self in (Strategy.RESET_GPU, Strategy.REBOOT_NODE)
+
+
+def _listed(value: Any) -> Any:
+    """`when: HEALTHY` is how people write a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+Key = Literal["job", "cause", "node", "gpu", "code"]
+
+
+class Rung(Strict):
+    """One way to recover, and how often it is tried before the next."""
+
+    strategy: Strategy
+    tries: int | None = Field(default=None, ge=1, le=100)
+    """None: always."""
+    window: Duration | None = None
+    """Only tries within this time count; None: all since the budgets were renewed."""
+    key: Annotated[tuple[Key, ...], BeforeValidator(_listed)] = ("cause",)
+    """What an earlier try must have in common with this fault to count: `[node, gpu, code]` counts for each fault code of each GPU
+    by itself, `[job]` counts them all."""
+    consecutive: bool = False
+    """Count only the tries in a row, since whatever `reset_by` names."""
+    reset_by: Annotated[tuple[Cause | Literal["PROGRESS"], ...], BeforeValidator(_listed)] = ()
+    """With `consecutive`: a fault of these causes, or training that passed the step it had reached, begins the row anew.
+    Empty: a fault of any other cause, and progress."""
+    codes: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """The rung is only for faults with one of these codes, such as `exit 1` or `Xid 94`; empty: for all. A fault that has a code of
+    its own still has the exit code of the rank that showed it."""
+    when: Annotated[tuple[Verdict, ...], BeforeValidator(_listed)] = ()
+    """The rung is only for suspects with one of these verdicts: they are examined first. Empty: nobody is examined."""
+    isolate: bool = False
+    """The job does not use the suspects again."""
+    spends: bool = True
+    """Whether a try is one of the job's `max_restarts`."""
+    delay: Duration = timedelta(0)
+    """Before the launch."""
+    backoff: float = Field(default=1.0, ge=1.0, le=100.0)
+    """The delay of each further try is so many times the one before it, at most an hour."""
+
+    @property
+    def label(self) -> str:
+        """What tries are counted under, and what people read: `REPLACE_NODE when UNHEALTHY`."""
+        text = self.strategy.value
+        if self.when:
+            text += " when " + " or ".join(self.when)
+        if self.codes:
+            text += " for " + ", ".join(self.codes)
+        return text
+
+    def delay_of(self, used: int) -> timedelta:
+        """Return how long to wait before the try that follows `used` others."""
+        if not self.delay:
+            return self.delay
+        # Beyond 64 doublings every delay has long reached the cap, and a float has not overflowed yet.
+        seconds = self.delay.total_seconds() * self.backoff ** min(used, 64)
+        return max(self.delay, min(timedelta(seconds=min(seconds, MAX_BACKOFF.total_seconds())), MAX_BACKOFF))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shrinks_for_nothing(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("strategy") == Strategy.SHRINK:
+            return {"spends": False, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Self:
+        for condition, sentence in (
+            (self.strategy is Strategy.GROW, "GROW is no answer to a fault: grow_after says when a job takes more nodes"),
+            (self.strategy is Strategy.SHRINK and self.spends, "SHRINK never takes one of max_restarts: leave spends out"),
+            (self.strategy.ends and self.tries is not None, f"{self.strategy} ends a ladder: it takes no tries"),
+            (self.strategy.ends and bool(self.delay), f"{self.strategy} launches nothing: it takes no delay"),
+            (
+                self.isolate and self.strategy not in (Strategy.REPLACE_NODE, Strategy.RESCHEDULE_JOB, Strategy.SHRINK),
+                f"{self.strategy} keeps its nodes: isolate is for REPLACE_NODE, RESCHEDULE_JOB and SHRINK",
+            ),
+            (bool(self.reset_by) and not self.consecutive, "reset_by says what begins a row anew: it needs consecutive: true"),
+            (self.consecutive and self.window is not None, "consecutive counts tries in a row and window those within a time: choose one"),
+            (self.backoff != 1.0 and not self.delay, "backoff multiplies the delay: it needs one, such as delay: 5s"),
+            ("job" in self.key and len(self.key) > 1, f"key {list(self.key)}: job counts all tries, so nothing can stand beside it"),
+            (not self.key, "key is empty: it names what tries have in common, such as [cause] or [node, gpu, code]"),
+        ):
+            if condition:
+                raise ValueError(sentence)
+        return self
+
+
+class HangLimits(Strict):
+    after: Literal["learned", "off"] | Duration = "learned"
+    first_step: Duration = timedelta(minutes=30)
+    checkpoint: Duration = timedelta(minutes=20)
+    evaluation: Duration = timedelta(minutes=60)
+
+
+class Timeouts(Strict):
+    heartbeat: Duration = timedelta(seconds=10)
+    lease: Duration = timedelta(seconds=60)
+    lost_after: Duration = timedelta(seconds=180)
+    fence_after: Duration = timedelta(seconds=60)
+    stop_grace: Duration = timedelta(seconds=15)
+    exit_barrier: Duration = timedelta(seconds=300)
+    reboot: Duration = timedelta(minutes=25)
+    """How long a repair may take; then the ladder is climbed on."""
+    examination: Duration = timedelta(minutes=30)
+    """How long the suspects' examination may take; then its verdict is UNKNOWN. DCGM's level 3 takes up to half an hour."""
+    collective: Duration | None = None
+    """After which the job's own collectives give up (`init_process_group(timeout=…)`); relaunch cannot see it. Only checked."""
+    ask_after: Duration = timedelta(hours=1)
+    """How long a lost node is waited for, where only waiting is safe, before a person is asked."""
+    answer_within: Duration = timedelta(hours=24)
+    """How long nodes or a person's answer are waited for; then the job asks, or fails."""
+
+    @property
+    def valid_for(self) -> timedelta:
+        """How long a node that prepared accepts the order to start: the slowest other node may still be stopping old ranks."""
+        return self.lease + 2 * self.stop_grace
+
+
+class Policy(Strict):
+    extends: str = "default"
+    """The preset whose keys these stand over."""
+    max_restarts: int = Field(default=8, ge=0)
+    renewal: Literal["progress", "never"] = "progress"
+    """What gives the job its restarts and unwindowed tries back: training that passes the step it had reached, or nothing."""
+    no_progress_stop: Annotated[int, Field(ge=1)] | Literal["off"] = 3
+    no_progress_ask: Annotated[int, Field(ge=1, le=KEPT_TRIES)] | Literal["off"] = "off"
+    """Launches in a row, for whatever cause and at whose cost, without training having passed the step it had reached: then a person is
+    asked. Keyed budgets end for each GPU by itself; a fault that wanders over a thousand of them would never be stopped by those."""
+    healthy_for: Duration = timedelta(hours=1)
+    """Where no progress is reported, this long without a fault counts as progress."""
+    grow_after: Duration | Literal["off"] = timedelta(minutes=30)
+    """How long a generation has to have run without an incident before more nodes are worth a restart, for jobs that may have more."""
+    causes: dict[Cause, tuple[Rung, ...]]
+    catalog: CatalogOverrides = NO_OVERRIDES
+    """Rows laid over what relaunch knows about fault codes and log lines."""
+    dcgm_level: int = Field(default=2, ge=0, le=3)
+    """`dcgmi diag -r N` of an examination of a node with GPUs: 1 looks at the software (10 s), 2 also at memory and PCIe (2 min), 3 also
+    at the GPU under load (up to 30 min). 0: without, and what NVML says is enough to call a node healthy."""
+    hang: HangLimits = HangLimits()
+    timeouts: Timeouts = Timeouts()
+    strict_lease: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        # YAML 1.1 reads a bare `off` as false, and everybody writes it bare.
+        if isinstance(value, dict):
+            for key in ("no_progress_stop", "no_progress_ask", "grow_after"):
+                if value.get(key) is False:
+                    value = {**value, key: "off"}
+                if value.get(key) is True:
+                    raise ValueError(f"{key} is on: {'30m' if key == 'grow_after' else 'a number, such as 3'}, or off")
+            hang = value.get("hang")
+            if isinstance(hang, dict) and hang.get("after") is False:
+                value = {**value, "hang": {**hang, "after": "off"}}
+        return value
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Self:
+        if Cause.UNKNOWN not in self.causes:
+            raise ValueError("causes.UNKNOWN is missing: it is the ladder for every cause that has none of its own")
+        for cause, ladder in self.causes.items():
+            for sentence in impossible_ladder(ladder):
+                raise ValueError(f"causes.{cause}: {sentence}")
+            served = {one for one in Cause if self.ladder(one) is ladder}
+            for rung in ladder:
+                if own := [one for one in rung.reset_by if one in served]:
+                    raise ValueError(f"causes.{cause}: reset_by names {own[0]}, which this ladder serves: no row would ever grow")
+        for sentence in impossible_timeouts(self.timeouts, self.hang):
+            raise ValueError(sentence)
+        return self
+
+    def ladder(self, cause: Cause) -> tuple[Rung, ...]:
+        return self.causes.get(cause) or self.causes[Cause.UNKNOWN]
+
+
+def impossible_ladder(ladder: tuple[Rung, ...]) -> list[str]:
+    """What in a ladder can never happen, each as a sentence that says what to change."""
+    if not ladder:
+        return ["it has no rungs: at least one, such as {strategy: FAIL}"]
+    sentences = []
+    for above, rung in enumerate(ladder[:-1], start=1):
+        # Nobody suspected, the repair fails, or the job may not have fewer nodes.
+        may_pass_by = rung.strategy.repairs or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK)
+        if rung.tries is None and not rung.when and not rung.codes and not may_pass_by:
+            what = "ends the ladder" if rung.strategy.ends else "has no tries"
+            sentences.append(f"rung {above} ({rung.label}) {what}, so rung {above + 1} is never reached")
+    seen: dict[str, int] = {}
+    for number, rung in enumerate(ladder, start=1):
+        if rung.label in seen:
+            both = f"rungs {seen[rung.label]} and {number} are both {rung.label}"
+            sentences.append(f"{both}, and would count each other's tries: make them one")
+        seen.setdefault(rung.label, number)
+    return sentences
+
+
+def impossible_timeouts(timeouts: Timeouts, hang: HangLimits) -> list[str]:
+    """Relations between timeouts that cannot hold, each as a sentence that says what to change."""
+    sentences = []
+    if timeouts.heartbeat <= timedelta(0):
+        sentences.append("timeouts.heartbeat is 0s: it must be more")
+    if timeouts.lease < 3 * timeouts.heartbeat:
+        sentences.append(
+            f"timeouts.lease is {duration(timeouts.lease)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            "two lost heartbeats would end the lease; "
+            f"set lease to at least {duration(3 * timeouts.heartbeat)}"
+        )
+    if timeouts.lost_after < 2 * timeouts.heartbeat:
+        sentences.append(
+            f"timeouts.lost_after is {duration(timeouts.lost_after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            "one late heartbeat would lose a node; "
+            f"set lost_after to at least {duration(2 * timeouts.heartbeat)}"
+        )
+    if timeouts.fence_after < timeouts.heartbeat:
+        sentences.append(
+            f"timeouts.fence_after is {duration(timeouts.fence_after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: "
+            "a short silence would fence a node; "
+            f"set fence_after to at least {duration(timeouts.heartbeat)}"
+        )
+    if isinstance(hang.after, timedelta) and hang.after < 3 * timeouts.heartbeat:
+        sentences.append(
+            f"hang.after is {duration(hang.after)} and timeouts.heartbeat {duration(timeouts.heartbeat)}: steps are seen once a heartbeat, "
+            f"so training that advances would count as hung; set hang.after to at least {duration(3 * timeouts.heartbeat)}"
+        )
+    if isinstance(hang.after, timedelta):
+        for phase in ("first_step", "checkpoint", "evaluation"):
+            limit: timedelta = getattr(hang, phase)
+            if hang.after > limit:
+                sentences.append(
+                    f"hang.after is {duration(hang.after)} and hang.{phase} {duration(limit)}: the longest phases would be allowed less "
+                    f"than a step; set hang.{phase} to at least {duration(hang.after)}"
+                )
+        if timeouts.collective is not None and hang.after <= timeouts.collective:
+            sentences.append(
+                f"hang.after is {duration(hang.after)} and timeouts.collective {duration(timeouts.collective)}: the ranks would be stopped "
+                "before their own watchdog could say which collective hangs; set hang.after to more than that"
+            )
+    return sentences
+
+
+@cache
+def _read_preset(name: str) -> dict[str, Any]:
+    with (PRESETS / f"{name}.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
+
+
+def preset(name: str) -> Policy:
+    """Return a preset.
+
+    Raises:
+        ValueError: there is no preset of that name.
+    """
+    if name not in preset_names():
+        raise ValueError(f"policy {name!r} is no preset: one of {', '.join(preset_names())}")
+    return Policy.model_validate({**_read_preset(name), "extends": name})
+
+
+def resolve(source: dict[str, Any]) -> Policy:
+    """Return the policy of a mapping as a user writes it: `extends` a preset (by default `default`), keys laid over it.
+
+    A cause's ladder is replaced as a whole, the other mappings key by key.
+    """
+    extends = source.get("extends", "default")
+    if not isinstance(extends, str) or extends not in preset_names():
+        raise ValueError(f"extends: {extends!r} is no preset: one of {', '.join(preset_names())}")
+    merged = dict(_read_preset(extends))
+    for key, value in {**source, "extends": extends}.items():
+        below = merged.get(key)
+        merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+    return Policy.model_validate(merged)

@@ -1,0 +1,291 @@
+"""The worker, and the one place where everything is put together: settings, connection, fleets, activities, workflows."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from temporalio.client import Client
+from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
+from temporalio.worker import PollerBehaviorAutoscaling, UnsandboxedWorkflowRunner, Worker
+
+from relaunch.activities.examine import NodeActivities
+from relaunch.activities.fleet import FleetActivities
+from relaunch.activities.launch import JobActivities
+from relaunch.activities.logs import LogActivities
+from relaunch.activities.notify import PeopleActivities
+from relaunch.activities.records import RecordActivities
+from relaunch.activities.task_events import TaskEvents
+from relaunch.activities.watch import WatchActivities
+from relaunch.backends.artifact import build_agent
+from relaunch.backends.base import Backend, EventQueue
+from relaunch.backends.local import LocalBackend
+from relaunch.cli.files import read_fleet
+from relaunch.config import Mistake, Settings, describe_settings, read_settings
+from relaunch.spec.fleet import FleetSpec
+from relaunch.temporal import connect, ensure_namespace, read_server_id
+from relaunch.workflows.fleet.workflow import Fleet
+from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.training_job.workflow import TrainingJob
+
+WORKFLOW_TASKS = 8
+"""At the same moment. They share one interpreter: each of a hundred would take as long as all of them, which is longer than a job's task
+may take, and all would be done again, for ever."""
+OTHER_ACTIVITIES = 50
+"""Slots beside those of the watches: launches, stops, reading logs. A watch holds its slot for as long as the job runs."""
+
+
+@dataclass(slots=True)
+class WorkerFleets:
+    """The fleets that this worker's fleet files name."""
+
+    specs: dict[str, FleetSpec] = field(default_factory=dict)
+    backends: dict[str, Backend] = field(default_factory=dict)
+    files: dict[str, tuple[Path, Callable[[Path, FleetSpec], Backend]]] = field(default_factory=dict)
+    """Where each was read, and what makes its backend; a fleet that is in no file stays as it is."""
+    seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """The file as it was when it was read last, by what changes with it."""
+    replaced: list[Backend] = field(default_factory=list)
+    """Backends of fleets as they were: whatever goes on over them comes to its end."""
+    server: str = ""
+    """The id of the Temporal server that this worker works for."""
+
+    def serve_for(self, server: str) -> None:
+        """Give all orders to nodes in the name of this Temporal server, before the first is given."""
+        self.server = server
+        for backend in self.backends.values():
+            backend.server = server
+
+    def read_again(self, fleet: str) -> FleetSpec:
+        """Read the fleet's file anew, and serve what it says now.
+
+        Raises:
+            KeyError: there is no such fleet.
+            ValueError: the file cannot be used any more; the fleet is served as it was.
+        """
+        before = self.specs.get(fleet) or self.spec(fleet)
+        if fleet not in self.files:
+            return before
+        path, make_backend = self.files[fleet]
+        self.seen[fleet] = _signature(path)
+        try:
+            spec = read_fleet(path)
+            if spec.name != fleet:
+                raise Mistake(f"fleet file {path}: it is of fleet {spec.name!r} now, expected {fleet!r} until the worker is started anew")
+            if spec != before:
+                backend = make_backend(path, spec)
+                backend.server = self.server
+                self.replaced.append(self.backends[fleet])
+                self.specs[fleet], self.backends[fleet] = spec, backend
+        except Mistake as mistake:
+            raise ValueError(str(mistake)) from None
+        return spec
+
+    def spec(self, fleet: str) -> FleetSpec:
+        if fleet not in self.specs:
+            raise KeyError(f"fleet {fleet!r} is not known to this worker, it serves {', '.join(sorted(self.specs)) or 'none'}")
+        self._follow(fleet)
+        return self.specs[fleet]
+
+    def backend(self, fleet: str) -> Backend:
+        self.spec(fleet)
+        return self.backends[fleet]
+
+    def _follow(self, fleet: str) -> None:
+        """Read a file that has changed: of several workers only one is told to, and the others are asked for its new nodes as well."""
+        if fleet not in self.files or self.seen.get(fleet) in (None, _signature(self.files[fleet][0])):
+            return
+        try:
+            self.read_again(fleet)
+        except ValueError as error:  # whoever reads it for the fleet says so to people
+            logging.getLogger("relaunch").warning("fleet %s is served as it was: %s", fleet, error)
+
+    async def close(self) -> None:
+        for backend in (*self.replaced, *self.backends.values()):
+            await backend.close()
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    """What differs when a file has been written: zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def make_fleets(settings: Settings) -> WorkerFleets:
+    """Read the fleet files and make a backend for each.
+
+    Raises:
+        Mistake: a file cannot be used, two have the same name, or a backend is not there yet.
+    """
+    fleets = WorkerFleets()
+    agent = build_agent(settings.state / "agent")
+
+    def make_backend(path: Path, spec: FleetSpec) -> Backend:
+        if spec.backend == "local":
+            return LocalBackend(spec, settings.state, agent, settings.answer_within)
+        if spec.backend == "ssh":
+            # Here and not above: a worker of local nodes need not wait for the import of paramiko.
+            from relaunch.backends.ssh.backend import SshBackend
+
+            try:
+                return SshBackend(spec, agent, settings.answer_within)
+            except ValueError as error:
+                raise Mistake(f"fleet file {path}: {error}") from None
+        if spec.backend == "ecs":
+            from relaunch.backends.ecs.backend import EcsBackend
+            from relaunch.backends.ecs.options import options
+
+            try:
+                given = options(spec, os.environ)
+            except ValueError as error:
+                raise Mistake(f"fleet file {path}: {error}") from None
+            if given.node_task is None:
+                logging.getLogger("relaunch").warning(
+                    "fleet %s names no ecs.node_task: no reboot of its nodes can be proven, so none is ordered; a node is repaired by stop"
+                    " and start, which loses what is on its instance store",
+                    spec.name,
+                )
+            return EcsBackend(spec, given)
+        raise Mistake(f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs")
+
+    for path in settings.fleets:
+        signature = _signature(path)
+        spec = read_fleet(path)
+        if spec.name in fleets.specs:
+            raise Mistake(f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker")
+        fleets.backends[spec.name] = make_backend(path, spec)
+        fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
+        fleets.seen[spec.name] = signature
+    return fleets
+
+
+def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Worker:
+    jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
+    nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
+    records, logs = RecordActivities(settings.state / "archive"), LogActivities(fleets, settings.state / "archive")
+    return Worker(
+        client,
+        task_queue=settings.task_queue,
+        workflows=[TrainingJob, NodeRepair, Fleet],
+        activities=[
+            jobs.launch_ranks,
+            jobs.stop_ranks,
+            watch.watch_ranks,
+            records.archive_incidents,
+            nodes.examine_nodes,
+            nodes.check_nodes,
+            nodes.read_terms,
+            nodes.order_repair,
+            fleet.read_fleet,
+            fleet.look_at_nodes,
+            fleet.last_state,
+            fleet.find_jobs,
+            fleet.closed_jobs,
+            fleet.reclaim,
+            fleet.tell_fleet,
+            PeopleActivities(fleets).tell_people,
+            logs.read_logs,
+            logs.read_stacks,
+            logs.read_incidents,
+        ],
+        # The sandbox imports our modules anew for every job and guards each call, which was most of what a worker of many jobs did.
+        # The tests replay every history in it: docs/decisions/0015-workflows-outside-the-sandbox.md.
+        workflow_runner=UnsandboxedWorkflowRunner(),
+        max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
+        max_concurrent_workflow_tasks=WORKFLOW_TASKS,
+        # A job that is not in the cache is replayed from its whole history at each event.
+        max_cached_workflows=max(1000, 2 * settings.jobs),
+        workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
+        activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+        # A worker that was killed delays the next decision by this much; the default is 10 s.
+        sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),
+        # Cancellations ride on heartbeats, and progress shown to people too.
+        max_heartbeat_throttle_interval=timedelta(seconds=1),
+        graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown),
+    )
+
+
+async def serve(settings: Settings) -> None:
+    """Work until SIGTERM or SIGINT; then hand over what is running and end."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    fleets = make_fleets(settings)
+    client = await connect(settings.state)
+    await ensure_namespace(client)
+    fleets.serve_for(await read_server_id(client))
+    beside = [asyncio.create_task(one) for one in _beside(client, fleets)]
+    gc.freeze()
+    gc.enable()
+    try:
+        async with make_worker(client, settings, fleets):
+            logging.getLogger("relaunch").info("worker serves task queue %s, fleets %s", settings.task_queue, ", ".join(fleets.specs))
+            await asyncio.wait({asyncio.create_task(stop.wait()), *beside}, return_when=asyncio.FIRST_COMPLETED)
+        for one in beside:
+            if one.done():
+                one.result()  # raises what nobody expected of it
+    finally:
+        for one in beside:
+            one.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        await fleets.close()
+
+
+def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any, None]]:
+    """What goes on beside the worker for fleets of ECS: hearing events, writing quarantines and the tables of old dashboards."""
+    names = [name for name, spec in fleets.specs.items() if spec.backend == "ecs"]
+    if not names:
+        return
+    from relaunch.activities.mirror import MirrorLoop
+    from relaunch.backends.ecs.backend import EcsBackend
+
+    backends = {name: backend for name in names if isinstance(backend := fleets.backends[name], EcsBackend)}
+    for name in backends:
+        yield TaskEvents(client, partial(_events, fleets, name)).run()
+    yield MirrorLoop(client, {name: backend.marks() for name, backend in backends.items()}).run()
+
+
+def _events(fleets: WorkerFleets, name: str) -> EventQueue | None:
+    from relaunch.backends.ecs.backend import EcsBackend
+
+    backend = fleets.backends[name]
+    return backend.events() if isinstance(backend, EcsBackend) else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="relaunch-worker", description="Carry out jobs. Settings come from RELAUNCH_* and relaunch.toml.")
+    parser.add_argument("--jobs", type=int, help="how many jobs to watch at once (each holds one activity slot)")
+    parser.add_argument("--state", type=Path, help="folder of local nodes and archived incidents")
+    parser.add_argument("--fleet", type=Path, action="append", help="a fleet file; may be given again")
+    parser.add_argument("--show-settings", action="store_true", help="print every setting with its source, and end")
+    arguments = parser.parse_args()
+    overrides = {"jobs": arguments.jobs, "state": arguments.state, "fleets": tuple(arguments.fleet) if arguments.fleet else None}
+    try:
+        settings = read_settings(**overrides)
+        if arguments.show_settings:
+            for name, value, source in describe_settings(settings, tuple(key for key, given in overrides.items() if given is not None)):
+                sys.stdout.write(f"{name:<18} {value:<40} {source}\n")
+            return 0
+        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if settings.metrics:
+            Runtime.set_default(Runtime(telemetry=TelemetryConfig(metrics=PrometheusConfig(bind_address=settings.metrics))))
+        asyncio.run(serve(settings))
+    except Mistake as mistake:
+        sys.stderr.write(f"relaunch-worker: {mistake}\n")
+        return 2
+    return 0

@@ -1,0 +1,1 @@
+"""Doubles of what cannot be had here."""

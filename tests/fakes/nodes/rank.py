@@ -1,0 +1,63 @@
+"""One simulated rank: how far it has come and what it has printed, as functions of the time. Decides nothing."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+
+from tests.fakes.nodes.script import Prints, Progress
+
+
+@dataclass(slots=True)
+class Rank:
+    rank: int
+    local: int
+    pid: int
+    started: float
+    ended: float | None = None
+    progress: Progress | None = None
+    prints: tuple[Prints, ...] = ()
+    lingers: float = 0.0
+
+    def elapsed(self, now: float) -> float:
+        return (now if self.ended is None else self.ended) - self.started
+
+    def step(self, now: float) -> tuple[int, float] | None:
+        """Return the step and for how long it has been that; None: nothing reported yet."""
+        if self.progress is None:
+            return None
+        elapsed = self.elapsed(now)
+        steps = self.progress.steps
+        found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
+        if found == 0:
+            return None
+        at, step = steps[found - 1]
+        if found == len(steps) and self.progress.rate > 0:
+            more = math.floor((elapsed - at) * self.progress.rate + 1e-9)
+            at, step = at + more / self.progress.rate, step + more
+        return step, max(0.0, now - self.started - at)
+
+    def checkpoint(self, now: float) -> int | None:
+        """Return the step of the newest finished one; None: it never said."""
+        finished = [step for at, step in (self.progress.checkpoints if self.progress else ()) if at <= self.elapsed(now)]
+        return finished[-1] if finished else None
+
+    def next_news(self, now: float) -> float:
+        """Return when the step or the checkpoint changes next, infinity for never."""
+        if self.progress is None or self.ended is not None or self.progress.unreadable is not None:
+            return math.inf
+        elapsed = self.elapsed(now)
+        saved = next((self.started + at for at, _ in self.progress.checkpoints if at > elapsed), math.inf)
+        return min(saved, self._next_step(self.progress, elapsed, now))
+
+    def _next_step(self, progress: Progress, elapsed: float, now: float) -> float:
+        steps = progress.steps
+        found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
+        if found < len(steps):
+            return self.started + steps[found][0]
+        return now + 1 / progress.rate if progress.rate > 0 else math.inf
+
+    def log(self, now: float) -> bytes:
+        elapsed = self.elapsed(now)
+        return b"".join(printed.text.encode() for printed in self.prints if printed.after <= elapsed)

@@ -1,0 +1,176 @@
+"""What a fleet asks and orders: one function per activity, with its timeouts, its retries and what the web UI calls it.
+
+Each answers None when it was cancelled or its time is over: whoever still wants to know then asks anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, RetryState, WorkflowAlreadyStartedError, is_cancelled_exception
+from temporalio.workflow import ParentClosePolicy
+
+with workflow.unsafe.imports_passed_through():
+    from relaunch.activities.fleet import ClosedJobsInput, FleetActivities, LookInput, ReclaimInput
+    from relaunch.messages.fleets import FleetFile
+    from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput
+    from relaunch.pool.facts import Remembered
+    from relaunch.pool.orders import Look, Reclaim, StartRepair
+    from relaunch.pool.state import NodeLook
+    from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
+
+ASK_WITHIN = timedelta(minutes=2)
+"""For looks and questions to the server, retries included; then it is asked anew, with what is wanted by then."""
+READ_WITHIN = timedelta(seconds=10)
+RECLAIM_WITHIN = timedelta(minutes=10)
+"""For one order to stop ranks; it ends by itself after half of that."""
+REMEMBER_WITHIN = timedelta(seconds=15)
+"""As long as the fleet waits for it."""
+REPAIR_WITHIN = timedelta(hours=2)
+"""Until a repair that the fleet has ordered gives up."""
+START_AGAIN = (1, 2, 4, 8, 16, 32)
+"""Seconds. A repair that has told its end takes a moment to end; one that is still there after a minute is another one."""
+
+Answer = TypeVar("Answer")
+
+
+async def find_jobs(fleet: str) -> tuple[str, ...] | None:
+    return await _answer(
+        workflow.execute_activity_method(
+            FleetActivities.find_jobs,
+            fleet,
+            start_to_close_timeout=ASK_WITHIN,
+            schedule_to_close_timeout=ASK_WITHIN,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            summary="which jobs run, that may hold nodes",
+        )
+    )
+
+
+async def last_state(fleet: str) -> Remembered | None:
+    return await _answer(
+        workflow.execute_activity_method(
+            FleetActivities.last_state,
+            fleet,
+            start_to_close_timeout=REMEMBER_WITHIN,
+            schedule_to_close_timeout=REMEMBER_WITHIN,
+            retry_policy=KEEP_TRYING,
+            summary="which nodes were out of service in the run before this one",
+        )
+    )
+
+
+async def read_fleet(fleet: str) -> FleetFile | None:
+    return await _answer(
+        workflow.execute_activity_method(
+            FleetActivities.read_fleet,
+            fleet,
+            start_to_close_timeout=READ_WITHIN,
+            schedule_to_close_timeout=ASK_WITHIN,
+            retry_policy=KEEP_TRYING,
+            summary="what the fleet file says",
+        )
+    )
+
+
+async def closed_jobs(fleet: str, claims: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...] | None:
+    return await _answer(
+        workflow.execute_activity_method(
+            FleetActivities.closed_jobs,
+            ClosedJobsInput(fleet, claims),
+            start_to_close_timeout=ASK_WITHIN,
+            schedule_to_close_timeout=ASK_WITHIN,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            summary=f"which of {len(claims)} jobs have ended without giving their nodes back",
+        )
+    )
+
+
+async def look(fleet: str, order: Look) -> tuple[NodeLook, ...] | None:
+    return await _answer(
+        workflow.execute_activity_method(
+            FleetActivities.look_at_nodes,
+            LookInput(fleet, order.nodes, order.read),
+            start_to_close_timeout=ASK_WITHIN,
+            schedule_to_close_timeout=ASK_WITHIN,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            summary=f"look at {_names(order.nodes)}"[:200],
+        )
+    )
+
+
+async def reclaim(fleet: str, order: Reclaim) -> tuple[str, ...] | None:
+    return await _answer(
+        workflow.execute_activity_method(
+            FleetActivities.reclaim,
+            ReclaimInput(fleet, order.job, order.submission, order.nodes),
+            start_to_close_timeout=RECLAIM_WITHIN,
+            schedule_to_close_timeout=RECLAIM_WITHIN,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            summary=f"stop what is left of job {order.job} on {_names(order.nodes)}"[:200],
+        )
+    )
+
+
+async def start_repair(fleet: str, order: StartRepair, is_awaited: Callable[[], bool]) -> None:
+    """Begin a repair, and leave it alone: it tells its end itself, to whichever run of the fleet there is then."""
+    for again in START_AGAIN:
+        if await _started(fleet, order):
+            return
+        await workflow.sleep(again, summary=f"before another repair of {order.node} begins")
+        if not is_awaited():
+            break
+    workflow.logger.info("a repair of %s is under way already, and tells how it ends", order.node)
+
+
+async def _started(fleet: str, order: StartRepair) -> bool:
+    try:
+        repair = await workflow.start_child_workflow(
+            "NodeRepair",
+            NodeRepairInput(
+                fleet=fleet,
+                node=order.node,
+                strategy=order.strategy,
+                because=order.because,
+                by=f"fleet {fleet}",
+                deadline=workflow.now() + REPAIR_WITHIN,
+                gpus=order.gpus,
+                after_reboot=order.after_reboot,
+            ),
+            id=f"{REPAIR_ID_PREFIX}{fleet}/{order.node}",
+            parent_close_policy=ParentClosePolicy.ABANDON,
+            static_summary=f"repair of {order.node}: {order.because}"[:200],
+        )
+    except WorkflowAlreadyStartedError:
+        return False
+    repair.add_done_callback(_pass_over)
+    return True
+
+
+def _pass_over(repair: asyncio.Future[Any]) -> None:
+    """Look at how a repair ended, so that nobody complains that nobody did."""
+    if not repair.cancelled():
+        repair.exception()
+
+
+async def _answer(asked: Awaitable[Answer]) -> Answer | None:
+    try:
+        return await asked
+    except ActivityError as error:
+        # Only time can end them: they are tried again after whatever else goes wrong.
+        if is_cancelled_exception(error) or error.retry_state is RetryState.TIMEOUT:
+            workflow.logger.info("without an answer: %s", error.cause or error)
+            return None
+        raise
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"

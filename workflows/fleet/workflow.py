@@ -1,0 +1,337 @@
+"""One fleet of nodes, durably: takes facts from its inbox, has the scheduler settle who gets what and what is repaired, carries out.
+
+It asks nodes and the server what is, and never trusts what it remembers of them alone: one that was terminated begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from relaunch.messages.fleets import (
+        FleetInput,
+        apply_message,
+        claim_fact,
+        dead_fact,
+        fault_report_fact,
+        pause_fact,
+        quarantine_fact,
+        read,
+        release_fact,
+        repair_began_fact,
+        repair_ended_fact,
+        repair_wanted_fact,
+        resume_fact,
+        short,
+    )
+    from relaunch.messages.jobs import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
+    from relaunch.pool.facts import Applied, Fact, JobsClosed, JobsFound, Looked, Reclaimed, Rejected
+    from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
+    from relaunch.pool.restore import is_remembering
+    from relaunch.pool.scheduler import SWEEP, learn, next_wake, settle
+    from relaunch.pool.state import FleetState
+    from relaunch.spec.fleet import FleetLimits
+    from relaunch.workflows.fleet import commands
+    from relaunch.workflows.fleet.details import fleet_details
+
+CHECK_WHILE_WAITED_FOR = timedelta(seconds=10)
+"""How often the fleet file is read, and the server asked which jobs have ended without saying so, while a job waits: perhaps for the
+nodes of one that was terminated. With every sweep otherwise, and when it has waited for so long that this is not what it waits for:"""
+HURRY_FOR = timedelta(minutes=10)
+SHORTEST_WAIT = timedelta(milliseconds=100)
+"""So that a time which has just passed makes no loop without end."""
+LOOK, CHECK, FIND, REMEMBER = "look", "check", "find", "remember"
+
+
+@workflow.defn
+class Fleet:
+    @workflow.init
+    def __init__(self, start: FleetInput) -> None:
+        self._name = start.name
+        self._state = start.resume or FleetState(name=start.name)
+        self._inbox: list[Fact] = list(start.inbox)
+        self._early: list[Fact] = []
+        """What was said before the fleet file was read: of nodes that are not known yet nothing can be learned."""
+        self._checked_at = start.checked_at
+        self._check_asked = False
+        self._settled: tuple[FleetState, frozenset[str]] | None = None
+        """What there was when it was last settled, and what was under way by then: as long as both hold, only time brings something new."""
+        self._wake: datetime | None = None
+        self._file: Applied | None = None
+        """As it was read last."""
+        self._file_wrong = ""
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        """Questions and orders that the next run can give anew, by key."""
+        self._telling: dict[str, asyncio.Task[None]] = {}
+        """Signals and repairs on their way, by receiver: nobody would send them a second time."""
+        self._outbox: dict[str, list[tuple[str, Any]]] = {}
+
+    @workflow.run
+    async def run(self, start: FleetInput) -> None:
+        while True:
+            self._learn()
+            if self._state.awaited is None:
+                self._ask(FIND, self._find_jobs)
+            if self._state.nodes and is_remembering(self._state, workflow.now()):
+                self._ask(REMEMBER, self._remember)
+            if self._check_due() <= workflow.now():
+                self._checked_at, self._check_asked = workflow.now(), False
+                self._ask(CHECK, self._check)
+            if self._is_news():
+                if self._state.applied:  # before, a job would be told that there are no nodes
+                    self._settle()
+                    self._wake = next_wake(self._state, workflow.now())
+                self._settled = (self._state, frozenset(self._asking))
+                workflow.set_current_details(fleet_details(self._state, workflow.now(), self._doing(), self.next()))
+            await self._news()
+            self._forget_ended()
+            if workflow.info().is_continue_as_new_suggested() and self._state.applied:
+                await self._continue_as_new()
+
+    def _learn(self) -> None:
+        while self._inbox:
+            fact = self._inbox.pop(0)
+            if not self._state.applied and not isinstance(fact, Applied | JobsFound | Rejected):
+                self._early.append(fact)
+                continue
+            self._state = learn(self._state, fact, workflow.now())
+            if self._state.applied:
+                self._inbox[:0], self._early = self._early, []
+
+    def _is_news(self) -> bool:
+        """A fleet of thousands takes tens of milliseconds to settle, and each message that was delivered wakes it too."""
+        if self._settled is None or (self._wake is not None and workflow.now() >= self._wake):
+            return True
+        state, asking = self._settled
+        return state is not self._state or asking != frozenset(self._asking)
+
+    async def _news(self) -> None:
+        """Wait until somebody says something, something under way has ended, or it is time."""
+
+        def news() -> bool:
+            return bool(self._inbox) or (self._check_asked and CHECK not in self._asking) or any(task.done() for task in self._under_way())
+
+        wake = self._check_due() if self._wake is None else min(self._check_due(), self._wake)
+        try:
+            wait = max(SHORTEST_WAIT, wake - workflow.now())
+            await workflow.wait_condition(news, timeout=wait, timeout_summary="until it looks again, if nothing happens")
+        except TimeoutError:
+            return
+
+    def _settle(self) -> None:
+        settled = settle(self._state, workflow.now(), frozenset(self._asking))
+        self._state = settled.state
+        for order in settled.orders:
+            self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        workflow.logger.info("%s", str(order)[:300])
+        match order:
+            case Look():
+                self._ask(LOOK, lambda: self._look(order))
+            case Reclaim():
+                self._ask(f"reclaim/{order.job}/{order.submission}", lambda: self._reclaim(order))
+            case TellJob():
+                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "granted", order.grant)
+            case TellOffer():
+                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "nodes_offered", order.offer)
+            case AskToLeave():
+                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "leave_node", order.withdraw)
+            case AskToClaim():
+                self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "claim_again", {})
+            case TellRepair():
+                self._tell(order.workflow, "permitted", order.permit)
+            case StartRepair():
+                self._telling[f"repair of {order.node}"] = asyncio.create_task(self._repair(order))
+
+    # --- what is asked and ordered
+
+    def _ask(self, key: str, question: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if key not in self._asking:
+            self._asking[key] = asyncio.create_task(question())
+
+    async def _find_jobs(self) -> None:
+        jobs = await commands.find_jobs(self._name)
+        if jobs is not None:
+            self._inbox.append(JobsFound(jobs))
+
+    async def _remember(self) -> None:
+        known = await commands.last_state(self._name)
+        if known is not None:
+            self._inbox.append(known)
+
+    async def _check(self) -> None:
+        """Read the fleet file, and ask the server which jobs have ended without giving their nodes back."""
+        found = await commands.read_fleet(self._name)
+        if found is not None and found.applied is not None:
+            if found.applied != self._file:
+                self._inbox.append(found.applied)
+            self._file, self._file_wrong = found.applied, ""
+        elif found is not None:
+            if found.wrong != self._file_wrong:
+                self._inbox.append(Rejected("fleet file", found.wrong))
+            if not self._state.applied:  # whoever asks is told that there are no nodes
+                self._inbox.append(Applied("observe", (), FleetLimits()))
+            self._file_wrong = found.wrong
+        if self._state.restore_error and not is_remembering(self._state, workflow.now()):
+            await self._remember()  # a worker that was busy or away may be able to say it by now
+        if self._state.awaited:  # one that has ended meanwhile never says what it holds
+            await self._find_jobs()
+        claims = tuple(record.key for record in self._state.claims if not record.closed)
+        if claims and (closed := await commands.closed_jobs(self._name, claims)):
+            self._inbox.append(JobsClosed(closed))
+
+    async def _look(self, order: Look) -> None:
+        looks = await commands.look(self._name, order)
+        if looks is not None:
+            self._inbox.append(Looked(looks))
+
+    async def _reclaim(self, order: Reclaim) -> None:
+        if clean := await commands.reclaim(self._name, order):
+            self._inbox.append(Reclaimed(order.job, order.submission, clean))
+
+    async def _repair(self, order: StartRepair) -> None:
+        def is_awaited() -> bool:
+            ordered = f"{REPAIR_ID_PREFIX}{self._name}/{order.node}"  # one that has begun has a run behind that
+            return any(node.name == order.node and node.repair == ordered for node in self._state.nodes)
+
+        await commands.start_repair(self._name, order, is_awaited)
+
+    # --- what is told
+
+    def _tell(self, receiver: str, signal: str, message: Any) -> None:
+        """Send a signal, after those that are on their way to the same receiver: a grant must not be overtaken by what it replaces."""
+        self._outbox.setdefault(receiver, []).append((signal, message))
+        if receiver not in self._telling:
+            self._telling[receiver] = asyncio.create_task(self._deliver(receiver))
+
+    async def _deliver(self, receiver: str) -> None:
+        handle = workflow.get_external_workflow_handle(receiver)
+        while self._outbox[receiver]:
+            signal, message = self._outbox[receiver].pop(0)
+            try:
+                await handle.signal(signal, message)
+            except ApplicationError as error:  # it has ended; if it held nodes, that is soon known
+                workflow.logger.info("%s could not be told %s: %s", receiver, signal, error)
+                self._check_asked = self._check_asked or receiver.startswith(WORKFLOW_ID_PREFIX)
+        del self._outbox[receiver], self._telling[receiver]
+
+    # --- ends of what is under way
+
+    def _under_way(self) -> list[asyncio.Task[None]]:
+        return [*self._asking.values(), *self._telling.values()]
+
+    def _forget_ended(self) -> None:
+        for task in self._under_way():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                # A mistake in this program. It fails the task, not the workflow: the server shows it, and tries again until it is mended.
+                raise RuntimeError(f"nobody expected this: {error}") from error
+        self._asking = {key: task for key, task in self._asking.items() if not task.done()}
+        self._telling = {key: task for key, task in self._telling.items() if not task.done()}
+
+    async def _continue_as_new(self) -> None:
+        """Leave nothing half-way: what was to be told has been told, what was asked is asked anew by the next run."""
+        for task in self._asking.values():
+            task.cancel()
+        await workflow.wait_condition(lambda: all(task.done() for task in self._under_way()) and workflow.all_handlers_finished())
+        self._forget_ended()
+        checked_at = None if self._check_asked else self._checked_at
+        workflow.continue_as_new(FleetInput(self._name, self._state, tuple(self._inbox), checked_at))
+
+    # --- when
+
+    def _check_due(self) -> datetime:
+        if CHECK in self._asking:
+            return workflow.now() + SWEEP
+        if self._checked_at is None or self._check_asked:
+            return workflow.now()
+        lately = workflow.now() - HURRY_FOR
+        hurries = any(record.waits and (record.waiting_since or lately) > lately for record in self._state.claims)
+        return self._checked_at + (CHECK_WHILE_WAITED_FOR if hurries else SWEEP)
+
+    def _doing(self) -> list[str]:
+        words = {
+            LOOK: "a look at nodes",
+            CHECK: "a check of the fleet file and of whose jobs still run",
+            FIND: "a search for jobs",
+            REMEMBER: "a question to the run before this one",
+        }
+        return [words.get(key, key) for key in self._asking]
+
+    # --- what programs and people send: anything at all may arrive, nothing raises
+
+    @workflow.signal(description="A job says all that it wants and all that it holds. Nobody else sends it.")
+    def claim(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("claim", message, claim_fact))
+
+    @workflow.signal(description="A job reports faults of its nodes. Only jobs send it.")
+    def report_faults(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("report_faults", message, fault_report_fact))
+
+    @workflow.signal(description="A repair tells that it has begun. Nobody else sends it.")
+    def repair_began(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("repair_began", message, repair_began_fact))
+
+    @workflow.signal(description="A repair asks whether it may act on its node. Nobody else sends it.")
+    def repair_wanted(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("repair_wanted", message, repair_wanted_fact))
+
+    @workflow.signal(description="A repair tells how it has ended. Nobody else sends it.")
+    def repair_ended(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("repair_ended", message, repair_ended_fact))
+
+    @workflow.signal(description='Give a node to nobody: {"node": "n2", "because", "by", "drain": false, "within": "30m"}.')
+    def quarantine(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("quarantine", message, quarantine_fact))
+
+    @workflow.signal(description='Take a node into service again; you vouch for it: {"node": "n2", "because", "by"}.')
+    def release(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("release", message, release_fact))
+
+    @workflow.signal(description='Vouch that nothing of jobs that have ended runs on a node: {"node": "n2", "because", "by"}.')
+    def declare_dead(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("declare_dead", message, dead_fact))
+
+    @workflow.signal(description='Stop all repairs, until `resume`: {"because", "by"}, all optional.')
+    def pause(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("pause", message, pause_fact))
+
+    @workflow.signal(description='End a pause and close the breaker: {"because", "by"}, all optional.')
+    def resume(self, message: Any = None, *_more: Any) -> None:
+        self._inbox.append(read("resume", message, resume_fact))
+
+    @workflow.signal(description='Read the fleet file again now: {"because", "by"}, all optional.')
+    def apply(self, message: Any = None, *_more: Any) -> None:
+        said = read("apply", message, apply_message)
+        if isinstance(said, Rejected):
+            self._inbox.append(said)
+        else:
+            self._check_asked = True
+
+    @workflow.query(description="Everything this fleet knows.")
+    def state(self) -> FleetState:
+        return cast(FleetState, short(self._state))
+
+    @workflow.query(description="What this fleet does next, or what it waits for.")
+    def next(self) -> str:
+        state = self._state
+        if not state.applied:
+            return "the fleet file is read"
+        if state.breaker.is_open:
+            return f"nothing, until somebody closes the breaker: {state.breaker.because}"
+        if state.awaited is None:
+            return "it is found out which jobs run"
+        if state.awaited:
+            return f"{len(state.awaited)} jobs are asked what they hold, before anything is granted"
+        if is_remembering(state, workflow.now()):
+            return "the run before this one is asked which nodes are out of service, before anything is granted"
+        if not state.begun:
+            return "every node is looked at once, before anything is granted"
+        waiting = sum(record.waits for record in state.claims)
+        return f"{waiting} jobs wait for nodes" if waiting else "it waits until somebody wants nodes"

@@ -1,0 +1,304 @@
+"""What a job orders: one function per activity, with its timeouts, its retries and what the web UI calls it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TypeVar
+
+from temporalio import workflow
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import ActivityError, ApplicationError, ChildWorkflowError, WorkflowAlreadyStartedError, is_cancelled_exception
+from temporalio.workflow import ActivityCancellationType, ChildWorkflowCancellationType, ParentClosePolicy
+
+with workflow.unsafe.imports_passed_through():
+    from relaunch.activities.examine import NodeActivities
+    from relaunch.activities.launch import JobActivities, LaunchRanksInput, LaunchRanksOutput, PreparedNode, gang_of
+    from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
+    from relaunch.activities.reports import WatchRanksInput, WatchReport
+    from relaunch.activities.stop import StopRanksInput
+    from relaunch.activities.watch import WatchActivities, beat_interval
+    from relaunch.generation import Token
+    from relaunch.job.drain import at_checkpoint
+    from relaunch.job.events import Event, Launched, LaunchFailed, LaunchRefused, NodeRefusal, NodesExamined, RanksStopped, RepairEnded
+    from relaunch.job.fencing import living_generations, running_timeouts, will_fence
+    from relaunch.job.places import limit_places
+    from relaunch.job.ranks import processes_of
+    from relaunch.job.state import Examine, Incident, JobState, Repair, Slot
+    from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
+    from relaunch.messages.nodes import ExamineNodesInput
+
+Answer = TypeVar("Answer")
+SHARD = 256
+"""Nodes that one watch or launch activity serves. One activity per node would be thousands of events a generation."""
+
+BEAT = timedelta(seconds=6)
+"""Heartbeat timeout of launches and stops, which beat every second: how soon a dead worker's work is taken over."""
+KEEP_TRYING = RetryPolicy(initial_interval=timedelta(milliseconds=200), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=10))
+"""For activities that change nothing when repeated. They end by an answer, never by a number of attempts."""
+REATTACH = RetryPolicy(initial_interval=timedelta(milliseconds=100), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=5))
+"""For watches: a new one re-attaches, so a retry spends nothing."""
+REPAIR_MARGIN = timedelta(seconds=15)
+"""Between the end of a repair and of the wait for it."""
+FOR_EVER = timedelta(days=3650)
+"""For activities whose end is an event in the world; the server wants a number."""
+DETACH = ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
+"""A cancelled activity has let go of the nodes before the workflow goes on."""
+
+
+async def unless_cancelled(order: Awaitable[Answer]) -> Answer:
+    """Await an activity.
+
+    The SDK returns the result of one that came to its end although it was cancelled, and says no word of the cancel: whoever was given up
+    would go on to do, or to wait for, what nobody wants any more.
+
+    Raises:
+        CancelledError: it was cancelled, whatever came of it.
+    """
+    answer = await order
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    return answer
+
+
+def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [names[first : first + SHARD] for first in range(0, len(names), SHARD)]
+
+
+async def launch(job: JobState, token: Token, slots: tuple[Slot, ...], sent: dict[str, str]) -> Event:
+    """Prepare and start every shard; across shards this workflow is the barrier between the two rounds.
+
+    `sent` is filled with the places of nodes that may have been told to start, also where this is
+    cancelled.
+    """
+    whole = _launch_orders(job, token, slots)
+    if len(whole) == 1:
+        return _outcome(job, token, [await _launch_shard(job, whole[0], "launch", sent)])
+    prepared = await asyncio.gather(*(_launch_shard(job, replace(order, prepare_only=True), "prepare", {}) for order in whole))
+    if any(output.refusals or output.unreachable for output in prepared):
+        return _outcome(job, token, prepared)
+    orders = start_orders(job, token, slots, [output.prepared for output in prepared])
+    return _outcome(job, token, await asyncio.gather(*(_launch_shard(job, order, "start", sent) for order in orders)))
+
+
+def start_orders(job: JobState, token: Token, slots: tuple[Slot, ...], prepared: list[tuple[PreparedNode, ...]]) -> list[LaunchRanksInput]:
+    gang = gang_of([node for shard in prepared for node in shard])
+    orders = zip(_launch_orders(job, token, slots), prepared, strict=True)
+    return [replace(order, prepared=shard, gang=gang) for order, shard in orders]
+
+
+def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list[LaunchRanksInput]:
+    return [
+        LaunchRanksInput(
+            token=token,
+            spec=job.spec,
+            slots=slots[first : first + SHARD],
+            timeouts=job.policy.timeouts,
+            max_restarts=job.policy.max_restarts,
+            fences=will_fence(job, len(slots)),
+            first_group_rank=first,
+            places=limit_places(job.places, (slot.node for slot in slots[first : first + SHARD])),
+        )
+        for first in range(0, len(slots), SHARD)
+    ]
+
+
+async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str, sent: dict[str, str]) -> LaunchRanksOutput:
+    names = tuple(slot.node for slot in order.slots)
+
+    async def ordered() -> LaunchRanksOutput:
+        output = await workflow.execute_activity_method(
+            JobActivities.launch_ranks,
+            order,
+            start_to_close_timeout=job.policy.timeouts.stop_grace + timedelta(minutes=2),
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"{verb} generation {order.token.generation} on {_names(names)}",
+        )
+        sent.update(output.places)
+        return output
+
+    try:
+        return await unless_cancelled(ordered())
+    except ActivityError as error:
+        cause = error.cause
+        if isinstance(cause, ApplicationError) and cause.non_retryable:
+            why = "secret_missing" if cause.type == "SecretMissing" else "controller"
+            return LaunchRanksOutput(refusals=(NodeRefusal(names[0], why, cause.message),))
+        raise
+
+
+def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
+    """What a launch came to: refused beats unreachable beats success, shard by shard."""
+    places = {node: place for output in outputs for node, place in output.places.items()}
+    if refusals := tuple(refusal for output in outputs for refusal in output.refusals):
+        started = any(output.start_sent for output in outputs)
+        return LaunchRefused(token.generation, refusals, started=started, places=places)
+    if unreachable := tuple(node for output in outputs for node in output.unreachable):
+        started = any(output.start_sent for output in outputs)
+        because = next(output.because for output in outputs if output.unreachable)
+        # Whoever did not answer may still take the order to start, as long as it is valid.
+        within = job.policy.timeouts.valid_for if started else timedelta(0)
+        elsewhere = tuple(node for output in outputs for node in output.elsewhere)
+        return LaunchFailed(token.generation, unreachable, started, within, because, places, elsewhere)
+    stopped = [output.stopped_at for output in outputs if output.stopped_at is not None]
+    started_at = [output.started_at for output in outputs if output.started_at is not None]
+    return Launched(token.generation, max(stopped), max(started_at), places)
+
+
+async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int], exited: dict[str, tuple[int, ...]]) -> WatchReport:
+    timeouts = running_timeouts(job)
+    names = set(nodes)
+    return await workflow.execute_activity_method(
+        WatchActivities.watch_ranks,
+        WatchRanksInput(
+            token=job.token,
+            fleet=job.spec.fleet,
+            nodes=nodes,
+            ranks_per_node=job.spec.processes_per_node,
+            launched_at=job.launched_at or workflow.now(),
+            timeouts=timeouts,
+            hang=job.policy.hang,
+            after_seq={node: seq for node, seq in after_seq.items() if node in names},
+            exited={node: ranks for node, ranks in exited.items() if node in names},
+            lost=tuple(node for node in job.lost_names if node in names),
+            elsewhere=tuple(lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names),
+            hang_known=job.owed is not None,
+            # One shard tells it for all: each that did would end its watch, and need another.
+            report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
+            progress_expected=job.furthest_step is not None or job.progress is not None,
+            report_checkpoint=bool(at_checkpoint(job)),
+            first_rank=_first_rank(job, nodes[0]),
+            world_size=job.spec.world_size,
+            places=limit_places(job.places, nodes),
+        ),
+        start_to_close_timeout=FOR_EVER,
+        heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),
+        retry_policy=REATTACH,
+        cancellation_type=DETACH,
+        summary=f"watch generation {job.generation} on {_names(nodes)}"
+        + (f" until it passes step {job.incident.reached}" if job.incident and job.incident.reached is not None else "")
+        + (" until a checkpoint is finished" if at_checkpoint(job) else ""),
+    )
+
+
+def _first_rank(job: JobState, node: str) -> int | None:
+    """Return the number of the first process of a node, which is the first of its shard; None: it has left the job."""
+    groups = (group for group, slot in enumerate(job.slots) if slot.node == node)
+    return next((processes_of(group, job.spec)[0] for group in groups), None)
+
+
+async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
+    """Stop a generation and all below it. Returns when every node is proven clean, or must have fenced; with `once`, after one try."""
+    unreachable = f"; {_names(job.lost_names)} cannot be reached and must fence first" if job.lost and not once else ""
+    stopped = await unless_cancelled(
+        workflow.execute_activity_method(
+            JobActivities.stop_ranks,
+            StopRanksInput(
+                token=replace(job.token, generation=generation),
+                fleet=job.spec.fleet,
+                nodes=nodes,
+                timeouts=job.policy.timeouts,
+                gang_size=job.spec.node_count,
+                # As long as it had been when it was reported: what has passed since then is known
+                # by the server's clock only, which may be stepped.
+                unheard_for=tuple((lost.node, lost.unheard_for) for lost in job.lost),
+                once=once,
+                generations=living_generations(job),
+                places=limit_places(job.places, nodes),
+            ),
+            start_to_close_timeout=FOR_EVER,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"{summary} on {_names(nodes)}{unreachable}",
+        )
+    )
+    return RanksStopped(job.generation, stopped.nodes, stopped.at, stopped.fenced)
+
+
+async def examine(job: JobState, decision: Examine) -> NodesExamined:
+    """Have the suspects examined, which hold no rank any more. The node's kernel log counts from when this generation was launched."""
+    level, within = job.policy.dcgm_level, job.policy.timeouts.examination
+    examined = await unless_cancelled(
+        workflow.execute_activity_method(
+            NodeActivities.examine_nodes,
+            ExamineNodesInput(
+                fleet=job.spec.fleet,
+                nodes=decision.nodes,
+                id=f"{job.name}/{job.generation}",
+                level=level,
+                within=within,
+                kernel_since=workflow.now() - job.launched_at if job.launched_at else None,
+                catalog=job.policy.catalog,
+            ),
+            start_to_close_timeout=within,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"examine {_names(decision.nodes)}" + (f" (dcgmi diag -r {level} where there are GPUs)" if level else ""),
+        )
+    )
+    return NodesExamined(job.generation, examined)
+
+
+async def repair(job: JobState, decision: Repair) -> RepairEnded:
+    """Have every suspect repaired, each by a workflow of its own, whose id says which node it is: there is never a second one."""
+    ended = await asyncio.gather(*(_repair_one(job, decision, node) for node in decision.nodes))
+    worst = next((one for one in ended if one.outcome != "done"), None)
+    because = worst.because if worst else "; ".join(one.because for one in ended[:4])
+    return RepairEnded(job.generation, decision.strategy, decision.nodes, worst.outcome if worst else "done", because)
+
+
+async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairResult:
+    id_ = f"{REPAIR_ID_PREFIX}{job.spec.fleet}/{node}"
+    try:
+        ended: NodeRepairResult = await workflow.execute_child_workflow(
+            "NodeRepair",
+            NodeRepairInput(
+                fleet=job.spec.fleet,
+                node=node,
+                strategy=decision.strategy,
+                gpus=decision.gpus if node == decision.nodes[0] else (),
+                because=decision.fault.because,
+                by=f"job {job.name}",
+                job=job.name,
+                level=job.policy.dcgm_level,
+                catalog=job.policy.catalog,
+                # It ends, and tells how, before this job stops waiting for it.
+                deadline=decision.until - REPAIR_MARGIN,
+                answer_within=job.policy.timeouts.answer_within,
+            ),
+            id=id_,
+            result_type=NodeRepairResult,
+            # A repair that has begun is brought to its end, whatever becomes of the job.
+            parent_close_policy=ParentClosePolicy.ABANDON,
+            cancellation_type=ChildWorkflowCancellationType.TRY_CANCEL,
+            static_summary=f"{decision.strategy} of {node} for job {job.name}",
+        )
+        return ended
+    except WorkflowAlreadyStartedError:
+        return NodeRepairResult(node, "refused", f"another repair of {node} is under way ({id_})")
+    except ChildWorkflowError as error:
+        if is_cancelled_exception(error):
+            raise
+        return NodeRepairResult(node, "ambiguous", f"the repair of {node} was ended from outside: {error.cause or error}")
+
+
+async def archive(job: JobState, incidents: tuple[Incident, ...]) -> None:
+    await workflow.execute_activity_method(
+        RecordActivities.archive_incidents,
+        ArchiveIncidentsInput(job.namespace, job.name, incidents),
+        start_to_close_timeout=timedelta(minutes=1),
+        retry_policy=KEEP_TRYING,
+        summary=f"archive {len(incidents)} closed incidents",
+    )
+
+
+def _names(names: tuple[str, ...]) -> str:
+    """Short enough for a summary, which holds 200 bytes."""
+    return ", ".join(names[:3]) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"

@@ -1,0 +1,157 @@
+"""What people and other workflows may send to a job, and ask of it: anything at all may arrive, and nothing raises.
+
+What can be understood becomes an event in the inbox, what cannot a notice. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from temporalio import workflow
+from temporalio.exceptions import ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from pydantic import ValidationError
+
+    from relaunch.fields import duration
+    from relaunch.job.decide import may_answer
+    from relaunch.job.drain import clock, wanted, what_next
+    from relaunch.job.events import Event, MessageRejected, NodesOffered, PolicyChanged
+    from relaunch.job.state import JobState, Phase
+    from relaunch.messages.jobs import (
+        OFFER,
+        AnswerMessage,
+        HintMessage,
+        PolicyMessage,
+        answer_event,
+        cancel_event,
+        explain,
+        leave_event,
+        overlay,
+        repair_asks_event,
+        report_event,
+        retry_event,
+    )
+    from relaunch.workflows.training_job.claims import Claims
+    from relaunch.workflows.training_job.watches import Watches
+
+
+class Mailbox:
+    """The handlers of the job's workflow, which derives from it."""
+
+    _job: JobState
+    _inbox: list[Event]
+    _claims: Claims
+    _watches: Watches
+
+    @workflow.signal(description='Stop every rank and end the job. {"because": "…", "by": "…"}, all optional.')
+    def cancel(self, message: Any = None, *_more: Any) -> None:
+        self._receive("cancel", message, cancel_event)
+
+    @workflow.signal(description='Launch a new generation now. {"because", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.')
+    def force_retry(self, message: Any = None, *_more: Any) -> None:
+        self._receive("force_retry", message, retry_event)
+
+    @workflow.signal(description="A repair that this job waits for tells that it waits for a person. Nobody else sends it.")
+    def repair_asks(self, message: Any = None, *_more: Any) -> None:
+        self._receive("repair_asks", message, repair_asks_event)
+
+    @workflow.signal(description="What the fleet answers to what this job wants. Nobody else sends it.")
+    def granted(self, message: Any = None, *_more: Any) -> None:
+        try:
+            self._claims.receive(message)
+        except ValidationError as error:
+            self._inbox.append(MessageRejected("granted", explain(error)))
+
+    @workflow.signal(description="The fleet has more nodes for this job, if it wants to grow. Nobody else sends it.")
+    def nodes_offered(self, message: Any = None, *_more: Any) -> None:
+        try:
+            offer = OFFER.validate_python(message)
+        except ValidationError as error:
+            self._inbox.append(MessageRejected("nodes_offered", explain(error)))
+            return
+        if self._claims.is_current(offer):
+            self._inbox.append(NodesOffered(offer.nodes, offer.until))
+
+    @workflow.signal(description="A node is wanted, or is not any more. Nobody but the fleet sends it.")
+    def leave_node(self, message: Any = None, *_more: Any) -> None:
+        self._receive("leave_node", message, leave_event)
+
+    @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…", "force": false}.')
+    def report(self, message: Any = None, *_more: Any) -> None:
+        self._receive("report", message, lambda raw: report_event(raw, self._job))
+
+    @workflow.signal(description="Something may have happened to a rank: whoever watches looks again. Nobody else sends it.")
+    def hint(self, message: Any = None, *_more: Any) -> None:
+        try:
+            self._watches.look_again(HintMessage.model_validate(message or {}))
+        except ValidationError as error:
+            self._inbox.append(MessageRejected("hint", explain(error)))
+
+    def _receive(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
+        try:
+            self._inbox.append(parse({} if message in (None, "") else message))
+        except ValidationError as error:
+            self._inbox.append(MessageRejected(name, explain(error)))
+
+    @workflow.update(description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "because": "…", "by": "…"}.')
+    def change_policy(self, message: Any = None, *_more: Any) -> str:
+        changed = PolicyMessage.model_validate(message or {})
+        self._inbox.append(PolicyChanged(overlay(self._job.policy, changed.policy), changed.because, changed.by))
+        return "the policy is in force from the next decision on"
+
+    @change_policy.validator
+    def _check_policy(self, message: Any = None, *_more: Any) -> None:
+        try:
+            changed = PolicyMessage.model_validate(message or {})
+            overlay(self._job.policy, changed.policy)
+        except ValidationError as error:
+            raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
+        except ValueError as error:
+            raise ApplicationError(str(error), type="BadInput", non_retryable=True) from None
+        if not changed.policy:
+            raise ApplicationError("policy: missing, expected the keys to change", type="BadInput", non_retryable=True)
+
+    @workflow.update(
+        description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "because": "…", "by": "…", "within": "2h"}.'
+        ' With {"decision": "approve|deny", "node": "n2"}: whether it leaves a node that is wanted, at once or not before it has to.'
+    )
+    def answer(self, message: Any = None, *_more: Any) -> str:
+        answered = AnswerMessage.model_validate(message)
+        self._inbox.append(answer_event(answered, workflow.now()))
+        if answered.node:
+            return self._said_of(answered.node, answered.decision == "approve")
+        return {
+            "approve": "a new generation is launched",
+            "deny": "the job ends as FAILED",
+            "snooze": f"it is asked again in {duration(answered.within)}",
+            "take-over": "nothing is done any more until somebody says approve, deny, retry or cancel",
+        }[answered.decision]
+
+    def _said_of(self, node: str, now: bool) -> str:
+        if now:
+            return f"{node} is left {'at once' if self._job.phase is Phase.RUNNING else 'with the next launch, or as soon as it runs'}"
+        leaving = wanted(self._job, node)
+        return f"it stays on {node}" + (f" until {clock(leaving.until)}" if leaving else "")
+
+    @answer.validator
+    def _check_answer(self, message: Any = None, *_more: Any) -> None:
+        try:
+            answered = AnswerMessage.model_validate({} if message in (None, "") else message)
+        except ValidationError as error:
+            raise ApplicationError(explain(error), type="BadInput", non_retryable=True) from None
+        if not answered.decision:
+            said = "decision: missing, expected approve, deny, snooze or take-over"
+            raise ApplicationError(said, type="BadInput", non_retryable=True)
+        if why := may_answer(self._job, answered.decision, workflow.now(), answered.node):
+            raise ApplicationError(f"job {self._job.name} cannot be told {answered.decision}: {why}", type="BadInput", non_retryable=True)
+
+    @workflow.query(description="Everything the job knows about itself.")
+    def state(self) -> JobState:
+        return self._job
+
+    @workflow.query(description="What happens next, and when.")
+    def next(self) -> dict[str, str | None]:
+        at = self._job.next.at
+        return {"what": what_next(self._job), "at": at.isoformat() if at else None}

@@ -1,0 +1,83 @@
+"""What people are told without being asked: that a job needs one of them, and that it was given up. At least once, and each thing once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from datetime import timedelta
+from typing import Any
+
+from temporalio import workflow
+from temporalio.common import RetryPolicy
+from temporalio.exceptions import ActivityError
+
+with workflow.unsafe.imports_passed_through():
+    from relaunch.activities.notify import Notice, PeopleActivities
+    from relaunch.job.state import JobState, Phase
+
+WITHIN = timedelta(minutes=2)
+"""Then a job ends without having told anybody: its page and its result say the same."""
+ONE_TRY = timedelta(seconds=20)
+TRY_AGAIN = RetryPolicy(initial_interval=timedelta(seconds=1), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=20))
+
+
+async def tell(fleet: str, subject: str, text: str) -> None:
+    try:
+        await workflow.execute_activity_method(
+            PeopleActivities.tell_people,
+            Notice(fleet, subject, text),
+            start_to_close_timeout=ONE_TRY,
+            schedule_to_close_timeout=WITHIN,
+            retry_policy=TRY_AGAIN,
+            summary=f"tell people: {subject}"[:200],
+        )
+    except ActivityError as error:
+        workflow.logger.warning("nobody was told %s: %s", subject, error.cause or error)
+
+
+class Notices:
+    """Of one job."""
+
+    def __init__(self, job: Callable[[], JobState], told: str) -> None:
+        self._job = job
+        self.told = told
+        """What was told last."""
+        self.telling: asyncio.Task[None] | None = None
+
+    def keep(self) -> None:
+        """Tell what is new, after what is being told."""
+        job = self._job()
+        if (news := _news(job)) is None or news == self.told:
+            return
+        self.told = news
+        self.telling = asyncio.create_task(self._after(self.telling, tell(job.spec.fleet, _subject(job), _text(job))))
+
+    async def _after(self, before: asyncio.Task[None] | None, telling: Coroutine[Any, Any, None]) -> None:
+        if before is not None:
+            await workflow.wait([before])
+        await telling
+
+
+def _news(job: JobState) -> str | None:
+    """What there is to tell, as a word that differs for each time; None: nothing."""
+    if job.phase is Phase.FAILED:
+        return "failed"
+    if job.phase is Phase.WAITING_FOR_PERSON and not job.snoozed:
+        return f"asked {job.generation} {job.next.at}"
+    return None
+
+
+def _subject(job: JobState) -> str:
+    return f"relaunch: job {job.name} " + ("has failed" if job.phase is Phase.FAILED else "waits for a person")
+
+
+def _text(job: JobState) -> str:
+    lines = [f"{_subject(job).removeprefix('relaunch: ')}: {job.because}", ""]
+    if job.phase is Phase.FAILED:
+        lines += [f"Nothing of it runs any more. To start it again: relaunch retry {job.name} --because …"]
+    else:
+        answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --because …"
+        lines += [f"If nobody answers: {job.next.what}", f"To answer: {answer}"]
+    nodes = ", ".join(slot.node for slot in job.slots[:16])
+    lines += ["", f"generation {job.generation}" + (f" on {nodes}" if nodes else ""), f"submitted by {job.submitted_by or 'nobody named'}"]
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+"""The watches of a job's newest generation, one for each shard, and how far they have told what its nodes saw."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, is_cancelled_exception
+
+with workflow.unsafe.imports_passed_through():
+    from relaunch.activities.reports import WatchReport
+    from relaunch.job.drain import at_checkpoint
+    from relaunch.job.events import Event, RanksSucceeded
+    from relaunch.job.state import JobState, Phase
+    from relaunch.messages.jobs import HintMessage
+    from relaunch.workflows.training_job import commands
+
+
+HINT_PATIENCE = 1.0
+"""Seconds that a watch is given to report by itself what was hinted at: a look takes a tenth of one."""
+
+
+class Watches:
+    def __init__(
+        self,
+        job: Callable[[], JobState],
+        tell: Callable[[Event], None],
+        after_seq: Mapping[str, int],
+        exited: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._job = job
+        self._tell = tell
+        self._watches: dict[int, asyncio.Task[None]] = {}
+        self._reporting: set[int] = set()
+        """Shards whose watch reports a checkpoint."""
+        self.after_seq = dict(after_seq)
+        self.exited = dict(exited)
+        self.exchanging: asyncio.Task[None] | None = None
+        self._hints: dict[str, int] = {}
+        """The newest version of each thing that was hinted at, in this generation."""
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        return tuple(self._watches.values())
+
+    @property
+    def running(self) -> list[asyncio.Task[None]]:
+        return [watch for watch in self._watches.values() if not watch.done()]
+
+    def keep(self) -> None:
+        """Have one for each shard, where there is something to watch; those that run are left alone."""
+        job = self._job()
+        # Not while a person is waited for and the ranks are gone: their old exits would be news once more.
+        if not (job.phase in (Phase.RUNNING, Phase.NODE_LOST) or (job.phase is Phase.WAITING_FOR_PERSON and job.lost)):
+            return
+        for index, nodes in enumerate(commands.shards(tuple(slot.node for slot in job.slots))):
+            running = self._watches.get(index)
+            if (running is None or running.done()) and not self._succeeded(nodes):
+                self._watches[index] = asyncio.create_task(self._watch(nodes))
+                self._reporting = {*self._reporting, index} if at_checkpoint(job) else self._reporting - {index}
+
+    def stop(self) -> None:
+        for watch in self._watches.values():
+            watch.cancel()
+        self._watches, self.after_seq, self.exited, self._reporting, self._hints = {}, {}, {}, set(), {}
+
+    def report_checkpoints(self) -> None:
+        """Where nodes are to be left at a checkpoint, exchange whoever watches and does not report one."""
+        deaf = tuple(watch for index, watch in self._watches.items() if index not in self._reporting and not watch.done())
+        if deaf and at_checkpoint(self._job()) and (self.exchanging is None or self.exchanging.done()):
+            self.exchanging = asyncio.create_task(self._exchange(deaf))
+
+    def look_again(self, hint: HintMessage) -> None:
+        """Have whoever watches look now: a new watch does that first, and the one that runs may be in another process, out of reach."""
+        job = self._job()
+        is_ours = (hint.submission, hint.generation) == (job.submission, job.generation)
+        if not is_ours or self._hints.get(hint.what, -1) >= hint.version:
+            return
+        self._hints[hint.what] = hint.version
+        if self.running and (self.exchanging is None or self.exchanging.done()):
+            self.exchanging = asyncio.create_task(self._look_soon(tuple(self.running)))
+
+    async def _look_soon(self, watches: tuple[asyncio.Task[None], ...]) -> None:
+        await workflow.sleep(HINT_PATIENCE, summary="whether the watch reports what was hinted at")
+        if left := tuple(watch for watch in watches if not watch.done() and watch in self.running):
+            await self._exchange(left)
+
+    async def _exchange(self, watches: tuple[asyncio.Task[None], ...]) -> None:
+        for watch in watches:
+            watch.cancel()
+        await workflow.wait_condition(lambda: all(watch.done() for watch in watches))
+        self.keep()  # from what was taken last: what the old ones had seen and not reported is told again
+
+    def _succeeded(self, nodes: tuple[str, ...]) -> bool:
+        return all(len(self.exited.get(node, ())) == self._job().spec.processes_per_node for node in nodes)
+
+    async def _watch(self, nodes: tuple[str, ...]) -> None:
+        generation = self._job().generation
+        try:
+            report = await commands.watch(self._job(), nodes, self.after_seq, self.exited)
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                return
+            raise
+        if generation == self._job().generation:
+            self._take(report)
+
+    def _take(self, report: WatchReport) -> None:
+        job = self._job()
+        self.after_seq.update(report.after_seq)
+        self.exited.update(report.exited)
+        for event in report.events:
+            self._tell(event)
+        if report.all_succeeded and self._succeeded(tuple(slot.node for slot in job.slots)):
+            self._tell(RanksSucceeded(job.generation))
