@@ -133,10 +133,11 @@ def show(job: Job, as_json: Json = False) -> None:
 @app.command("next")
 def next_(job: Job, as_json: Json = False) -> None:
     """Say what happens next to a job, and when."""
-    from relaunch.cli import jobs, tables
+    from relaunch.cli import job_views, jobs, tables
 
-    view = tables.show_view(with_client(lambda client, _: jobs.look(client, job)), datetime.now(UTC))["next"]
-    print_json(view) if as_json else print(view["what"] + (f" at {view['at']}" if view["at"] else ""))
+    now = datetime.now(UTC)
+    view = tables.show_view(with_client(lambda client, _: jobs.look(client, job)), now)["next"]
+    print_json(view) if as_json else print(view["what"] + (f", {job_views.moment_text(view['at'], now)}" if view["at"] else ""))
 
 
 @app.command()

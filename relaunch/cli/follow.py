@@ -159,7 +159,7 @@ def render(now: jobs.Look, at: datetime) -> RenderableType:
         rows = [("phase", f"{now.phase}: {now.memo.get('because', '')}"), ("", "no worker answers: this is the last that is known")]
     else:
         view = job_views.show(now.state, now.watch, at)
-        rows = [line_to_row(line) for line in job_views.show_lines({**view, "incident": None})[1:]]
+        rows = [line_to_row(line) for line in job_views.show_lines({**view, "incident": None}, at)[1:]]
         if now.watch and now.watch.unreachable:
             rows.append(("no answer", job_views.names(list(now.watch.unreachable))))
         if now.state.incident:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from relaunch.job.drain import what_next
@@ -160,13 +160,13 @@ def history_entry(incident: Incident) -> dict[str, Any]:
     }
 
 
-def show_lines(view: Mapping[str, Any]) -> list[str]:
-    """`show` for people."""
+def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
+    """Return `show` for people, with times as seen from `now`."""
     progress, next_ = view["progress"], view["next"]
     lines = [
         f"job         {view['name']}",
         f"phase       {view['phase']}: {view['because']}",
-        f"next        {next_['what']}" + (f" at {next_['at']}" if next_["at"] else ""),
+        f"next        {next_['what']}" + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
         f"generation  {view['generation']} with {view['ranks']} ranks on {names(view['nodes']) or 'no nodes yet'}",
         *([f"fewer       {view['size']['because']}"] if view["size"]["because"] else []),
         f"progress    {progress_text(progress)}",
@@ -182,26 +182,30 @@ def show_lines(view: Mapping[str, Any]) -> list[str]:
     lines += [f"notice      {notice}" for notice in view["notices"]]
     if view["incident"]:
         lines += ["", "incident still open" if view["incident"]["closed"] is None else "last incident"]
-        lines += history_lines(view["incident"])
+        lines += history_lines(view["incident"], now)
     return lines
 
 
-def history_lines(entry: Mapping[str, Any]) -> list[str]:
-    """One incident for people."""
+def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
+    """Return one incident for people: when it opened, as seen from `now`, and all else by the time since then."""
+    opened = entry["opened"]
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
-    lines = [f"{entry['opened']}  generation {entry['generation']}  {entry['cause']}{where}: {entry['because']}"]
+    lines = [f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['because']}"]
     for fault in entry["faults"][1:]:
         on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
-        lines.append(f"    {fault['at']}  further fault in generation {fault['generation']}: {fault['cause']}{on}: {fault['reason']}")
+        lines.append(
+            f"    {_offset(opened, fault['at'])}  further fault in generation {fault['generation']}: {fault['cause']}{on}: {fault['reason']}"
+        )
     if entry["dropped_faults"]:
         lines.append(f"    {entry['dropped_faults']} more faults in between are not kept")
     for decision in entry["decisions"]:
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""
         spent = " (one restart spent)" if decision["spent"] else ""
-        lines.append(f"    {decision['at']}  {decision['decision']}{strategy}: {decision['because']}{spent}")
+        lines.append(f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: {decision['because']}{spent}")
     times = ", ".join(f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None)
     lines.append(f"    after it opened: {times or 'nothing yet'}")
-    lines.append(f"    closed {entry['closed']}: {entry['outcome'] or ''}".rstrip(": ") if entry["closed"] else "    open")
+    closed = f"    {_offset(opened, entry['closed'])}  closed: {entry['outcome'] or ''}".rstrip(": ") if entry["closed"] else "    open"
+    lines.append(closed)
     lines += [f"    | {line}" for line in entry["traceback"].rstrip().splitlines()]
     return lines
 
@@ -236,6 +240,19 @@ def age(span: timedelta) -> str:
         if seconds >= 2 * size:
             return f"{seconds // size}{unit}"
     return f"{max(seconds, 0)}s"
+
+
+def moment_text(written: str, now: datetime) -> str:
+    """Write a time for people: `2026-11-22 23:29:59 UTC (3m ago)`."""
+    moment = datetime.fromisoformat(written)
+    distance = f"{age(now - moment)} ago" if moment <= now else f"in {age(moment - now)}"
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC ({distance})"
+
+
+def _offset(since: str, written: str) -> str:
+    """Write how long after another a moment was: `+0.2s`, `+21.6s`, `+4m`."""
+    span = datetime.fromisoformat(written) - datetime.fromisoformat(since)
+    return f"+{span.total_seconds():.1f}s" if span < timedelta(minutes=2) else f"+{age(span)}"
 
 
 def _iso(moment: datetime | None) -> str | None:

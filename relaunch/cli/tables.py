@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from relaunch.cli import job_views
@@ -63,7 +63,7 @@ def print_show(view: Mapping[str, Any], now: Look) -> None:
         print(f"job         {view['name']}\nphase       {view['phase']}: {view['because']}\nnext        {view['next']['what']}")
         print("\nno worker answers: this is what the job itself wrote down last")
         return
-    print("\n".join(job_views.show_lines(view)))
+    print("\n".join(job_views.show_lines(view, datetime.now(UTC))))
     if now.source == "result":
         print(f"\nended {view['ended']} with exit code {view['exit_code']}")
 
@@ -71,4 +71,5 @@ def print_show(view: Mapping[str, Any], now: Look) -> None:
 def print_history(job: str, entries: Sequence[Mapping[str, Any]]) -> None:
     if not entries:
         print(f"job {job} has met no incident")
-    print("\n\n".join("\n".join(job_views.history_lines(entry)) for entry in entries))
+    now = datetime.now(UTC)
+    print("\n\n".join("\n".join(job_views.history_lines(entry, now)) for entry in entries))

@@ -25,7 +25,7 @@ def test_show_has_the_promised_keys() -> None:
     assert view.keys() >= SHOW_KEYS
     assert (view["nodes"], view["ranks"], view["incidents"], view["progress"]) == (["local-1", "local-2"], 4, 5, None)
     assert view["next"] == {"what": "nodes are acquired", "at": None}
-    assert any("ValueError: loss is nan" in line for line in show_lines(view))
+    assert any("ValueError: loss is nan" in line for line in show_lines(view, T0))
 
 
 def test_a_job_that_has_fewer_nodes_than_it_would_take_says_so() -> None:
@@ -33,10 +33,10 @@ def test_a_job_that_has_fewer_nodes_than_it_would_take_says_so() -> None:
     view = json.loads(json.dumps(show(job_state(spec=spec, fewer="2 of 4 nodes: n9 is quarantined"), None, T0)))
     assert view["ranks"] == 4, "of this generation"
     assert view["size"] == {"nodes": 2, "min": 1, "max": 4, "because": "2 of 4 nodes: n9 is quarantined"}
-    assert "fewer       2 of 4 nodes: n9 is quarantined" in show_lines(view)
+    assert "fewer       2 of 4 nodes: n9 is quarantined" in show_lines(view, T0)
     all_of_them = show(job_state(), None, T0)
     assert all_of_them["size"] == {"nodes": 2, "min": 2, "max": 2, "because": None}
-    assert not any(line.startswith("fewer") for line in show_lines(all_of_them))
+    assert not any(line.startswith("fewer") for line in show_lines(all_of_them, T0))
 
 
 def test_progress_is_the_watchers_newest_word_of_this_generation_or_the_states() -> None:
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_shown_as_far_as_all_watches_have_seen_it() -> None:
     seen = merge_watches([{**told, "checkpoint": 120}, {**told, "checkpoint": 100}, {**told, "checkpoint": "x"}])
     view = show(job_state(), seen, T0)
     assert view["progress"]["checkpoint"] == 100
-    assert "progress    step 130, checkpoint 100" in show_lines(view)
+    assert "progress    step 130, checkpoint 100" in show_lines(view, T0)
 
 
 def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> None:
@@ -64,7 +64,7 @@ def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> 
     assert view["leaving"] == [
         {"node": "local-2", "by": "carol", "because": "swap its PSU", "until": "2026-03-01T14:00:00Z", "denied": None}
     ]
-    line = next(line for line in show_lines(view) if line.startswith("next"))
+    line = next(line for line in show_lines(view, T0) if line.startswith("next"))
     assert "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU; it leaves at the next checkpoint (`answer" in line
     denied = show(job_state(leaving=(replace(wanted, denied="alice said no: evaluation ends at noon"),)), None, T0)
     assert denied["leaving"][0]["denied"] == "alice said no: evaluation ends at noon" and "alice said no" in denied["next"]["what"]
@@ -73,7 +73,7 @@ def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> 
 def test_a_node_that_cannot_tell_of_exits_is_shown() -> None:
     view = show(job_state(), merge_watches([{"step": 3, "stalled": ["n2"]}, {"step": 3}]), T0)
     assert view["stalled"] == ["n2"]
-    (line,) = [line for line in show_lines(view) if line.startswith("stalled")]
+    (line,) = [line for line in show_lines(view, T0) if line.startswith("stalled")]
     assert line == "stalled     n2: its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
 
 
@@ -99,7 +99,10 @@ def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
         }
     ]
     assert entry["traceback"] == TRACEBACK
-    assert any("stopped 2.50 s" in line for line in history_lines(entry))
+    lines = history_lines(entry, T0 + timedelta(minutes=3))
+    assert any("stopped 2.50 s" in line for line in lines)
+    assert lines[0].startswith("2026-03-01 12:00:00 UTC (3m ago)  generation")
+    assert [line.split("  ")[2] for line in lines if line.startswith("    +")] == ["+1.0s", "+9.0s"]
 
 
 def test_budgets_count_only_tries_that_still_count() -> None:
