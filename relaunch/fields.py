@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
@@ -72,6 +72,42 @@ def parse_reason(text: str) -> str:
 
 Reason = Annotated[str, AfterValidator(parse_reason)]
 """Of what a person orders; left out where the message allows that, but never blank."""
+
+
+class Pattern(Protocol):
+    """A compiled regular expression, of `re` or of RE2."""
+
+    def search(self, text: str, /) -> Match | None: ...
+
+
+class Match(Protocol):
+    def group(self, group: str | int = 0, /) -> Any: ...
+
+    def groupdict(self) -> dict[str, Any]: ...
+
+
+def compile_pattern(value: str) -> Pattern:
+    """Compile a pattern that a user wrote, so that no text makes it match for long.
+
+    RE2's time grows with the text and the pattern and never with the possibilities, which is what lets it run inside a workflow.
+
+    Raises:
+        ValueError: it is no regular expression, or needs what RE2 has not: looking ahead or behind, back references.
+    """
+    import re2
+
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+    options = re2.Options()
+    options.log_errors = False  # to stderr, beside the sentence that this raises
+    try:
+        return re2.compile(value, options)  # type: ignore[no-any-return]
+    except re2.error as error:
+        why = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
+        without = "it is matched by RE2, which has no look-ahead, look-behind or back references"
+        raise ValueError(f"{value!r} cannot be used as a pattern: {why}; {without}") from None
 
 
 class Strict(BaseModel):

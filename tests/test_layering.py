@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OURS = ("relaunch", "workflows", "activities", "worker", "starter")
-PYDANTIC = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
+PYDANTIC = ("re2", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection")
 HEAVY = ("boto3", "botocore", "paramiko", "numpy", "typer", "rich", "yaml", "pydantic_settings")
 
 PROGRAM = """

@@ -193,9 +193,8 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
     lines = [f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['because']}"]
     for fault in entry["faults"][1:]:
         on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
-        lines.append(
-            f"    {_offset(opened, fault['at'])}  further fault in generation {fault['generation']}: {fault['cause']}{on}: {fault['reason']}"
-        )
+        at, what = _offset(opened, fault["at"]), f"{fault['cause']}{on}: {fault['reason']}"
+        lines.append(f"    {at}  further fault in generation {fault['generation']}: {what}")
     if entry["dropped_faults"]:
         lines.append(f"    {entry['dropped_faults']} more faults in between are not kept")
     for decision in entry["decisions"]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from real_node import eventually
 
 from relaunch.agent.ranks import evidence, journal
-from relaunch.agent.ranks.progress import RankProgress, Unreadable, parse_file
+from relaunch.agent.ranks.progress import MATCH_CPU_S, RankProgress, Unreadable, parse_file
 from relaunch.agent.state import Generation
 
 
@@ -94,6 +96,24 @@ def test_lines_of_a_log_may_tell_of_a_step_or_of_a_checkpoint(
         log.write("saved checkpoint soon\n")
     progress.read()
     assert progress.report() == {"unreadable": "the pattern's checkpoint is 'soon'; expected a whole number"}
+
+
+def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generation) -> None:
+    progress = RankProgress(generation, 0, re.compile(r"(?P<step>(\d+)+)$"))
+    generation.log(0).write_text("12\n")
+    assert progress.read() is True
+    with open(generation.log(0), "a") as log:
+        log.write(f"{'1' * 60}x\n")
+    began = time.process_time()
+    progress.read()
+    assert time.process_time() - began < 10 * MATCH_CPU_S
+    assert progress.report() == {"unreadable": "log_pattern took more than 0.5 s of processor time, and is not used any more"}
+    with open(generation.log(0), "a") as log:
+        log.write("13\n")
+    assert progress.read() is False
+    # Nothing of it is left that could end the process later.
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
 
 
 def test_one_line_may_tell_of_both(generation: Generation) -> None:

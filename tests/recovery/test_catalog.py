@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from pydantic import ValidationError
 from relaunch.evidence.catalog import NO_OVERRIDES, CatalogOverrides, catalog, exit_meaning, is_cascade
 from relaunch.evidence.catalog.dcgm_tables import Advice
 from relaunch.evidence.catalog.nvlink import XIDS, decode, reading
+from relaunch.evidence.catalog.overrides import LogOverride
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
+from relaunch.evidence.exits import read_log
 from relaunch.evidence.findings import Role
 
 FOLDER = Path(__file__).parents[2] / "relaunch" / "evidence" / "catalog"
@@ -268,7 +271,11 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
         ({"exit": {"exit 42": {"cause": "PREEMPTED"}}}, "Field required"),
         ({"exit": {"exit 42": {"cause": "PREEMPTED", "meaning": ""}}}, "at least 1 character"),
         ({"log": [LINE | {"id": "Our Line"}]}, "'Our Line' is no id: expected lower-case letters, digits and _"),
-        ({"log": [LINE | {"pattern": "("}]}, "'(' is no regular expression: missing ), unterminated subpattern"),
+        ({"log": [LINE | {"pattern": "("}]}, "'(' is not a regular expression: missing ), unterminated subpattern"),
+        (
+            {"log": [LINE | {"pattern": "(?<!no )error"}]},
+            "'(?<!no )error' cannot be used as a pattern: invalid perl operator: (?<!; it is matched by RE2",
+        ),
         ({"log": [LINE | {"pattern": "x*"}]}, "'x*' matches an empty line, so it would match every line"),
         ({"log": [LINE | {"pattern": "x" * 301}]}, "the pattern has 301 characters: at most 300"),
         ({"log": [LINE | {"role": "root"}]}, "the line ours is a root and names no cause"),
@@ -300,3 +307,12 @@ def test_what_a_word_means_by_itself() -> None:
     assert segv is not None and (segv.cause, segv.meaning) == (Cause.APPLICATION, "segmentation fault")
     assert is_cascade(("step 1", "ConnectionResetError: [Errno 104] Connection reset by peer"))
     assert not is_cascade(("ValueError: bad batch",))
+
+
+def test_no_text_makes_a_users_pattern_match_for_long() -> None:
+    """Python's own engine needs twice the time for each letter more: these would be some ten thousand years."""
+    known = catalog(CatalogOverrides(log=(LogOverride(id="ours", pattern="(a+)+$", role=Role.SYMPTOM, meaning="hangs"),)))
+    began = time.process_time()
+    assert read_log(("a" * 60 + "b",), known) == ()
+    assert read_log(("a" * 60,), known)[0].code == "log ours"
+    assert time.process_time() - began < 5.0

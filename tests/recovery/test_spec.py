@@ -65,6 +65,13 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             r"'step .*' has no group named step: write it like 'step (?P<step>\d+)'",
             id="a pattern that finds no step",
         ),
+        pytest.param(
+            {"progress": {"log_pattern": r"step (?P<step>\d+)(?= of)"}},
+            "progress",
+            r"'step (?P<step>\\d+)(?= of)' cannot be used as a pattern: invalid perl operator: (?=; it is matched by RE2, which has no "
+            "look-ahead, look-behind or back references",
+            id="a pattern that may take for ever",
+        ),
         pytest.param({"secrets": {"HF_TOKEN": {}}}, "secrets", ONE_SOURCE, id="a secret from nowhere"),
         pytest.param({"secrets": {"HF_TOKEN": {"file": "/etc/hf", "env": "HF"}}}, "secrets", ONE_SOURCE, id="a secret from two places"),
         *(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from typing import Any, Optional
 
@@ -26,6 +27,17 @@ MAX_NAME = 256
 """Characters of the name of such a number, and of a phase. All three are what a controller accepts."""
 LINE_LIMIT = 4096
 """Longer lines are cut before matching: a pattern's time grows with the line."""
+MATCH_CPU_S = 0.5
+"""Seconds of processor time that a pattern may take in one look at a log, a thousand times what a usual one takes. Python's engine tries
+every way in which a pattern such as `(a+)+$` may match; it looks for signals meanwhile, so one can end it (CPython, Modules/_sre)."""
+
+
+class _TooSlow(Exception):
+    """A pattern has taken its time."""
+
+
+def _end_match(*_: object) -> None:
+    raise _TooSlow
 
 
 class Unreadable(Exception):
@@ -197,6 +209,22 @@ class RankProgress:
             return
         *lines, rest = data.replace(b"\r", b"\n").split(b"\n")
         self._rest = rest[-LINE_LIMIT:]
+        before = signal.signal(signal.SIGVTALRM, _end_match)
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, MATCH_CPU_S)
+            try:
+                self._match(pattern, lines)
+            finally:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        except _TooSlow:
+            # Once: the supervisor has leases to keep, and the next line would take as long.
+            self.pattern = None
+            self.unreadable = f"log_pattern took more than {MATCH_CPU_S:g} s of processor time, and is not used any more"
+        finally:
+            signal.signal(signal.SIGVTALRM, before)
+
+    def _match(self, pattern: re.Pattern[str], lines: list[bytes]) -> None:
+        """Read the newest step and checkpoint out of whole lines."""
         wanted = {"step", "checkpoint"} & set(pattern.groupindex)
         for text in reversed(lines):
             match = pattern.search(text[:LINE_LIMIT].decode(errors="replace"))

@@ -15,6 +15,7 @@ from relaunch.evidence.catalog.rows import Catalog, EcsStopRow, ExitRow, KernelR
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Role
+from relaunch.fields import compile_pattern
 
 __all__ = [
     "NO_OVERRIDES",
@@ -97,7 +98,7 @@ def _xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
 
 def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple[LogRow, ...]:
     """A known id keeps its place in the order; new ones come first, as the user wrote them."""
-    yours = {w.id: LogRow(w.id, re.compile(w.pattern), w.role, w.cause, w.meaning, YOURS) for w in wishes}
+    yours = {w.id: LogRow(w.id, compile_pattern(w.pattern), w.role, w.cause, w.meaning, YOURS) for w in wishes}
     known = {row.id for row in rows}
     return (*(row for id_, row in yours.items() if id_ not in known), *(yours.get(row.id, row) for row in rows))
 

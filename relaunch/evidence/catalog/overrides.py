@@ -11,7 +11,7 @@ from relaunch.evidence.catalog.dcgm_tables import Advice
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Role
-from relaunch.fields import Strict
+from relaunch.fields import Strict, compile_pattern
 
 MAX_ENTRIES = 200
 """They travel in the job's state, which is bounded: 200 of the longest take about 100 KiB."""
@@ -82,7 +82,7 @@ class LogOverride(Strict):
 
     id: str
     pattern: str
-    """A Python regular expression, searched for anywhere in a line."""
+    """A regular expression as RE2 has them, searched for anywhere in a line."""
     role: Role = Role.ROOT
     cause: Cause | None = None
     meaning: Words = Field(min_length=1)
@@ -99,11 +99,7 @@ class LogOverride(Strict):
     def _compiles(cls, value: str) -> str:
         if len(value) > MAX_PATTERN:
             raise ValueError(f"the pattern has {len(value)} characters: at most {MAX_PATTERN}")
-        try:
-            pattern = re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression: {error}") from None
-        if pattern.search(""):
+        if compile_pattern(value).search(""):
             raise ValueError(
                 f"{value!r} matches an empty line, so it would match every line: it needs at least one character that must be there"
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from relaunch.evidence.catalog.dcgm_tables import Advice
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Role
+from relaunch.fields import Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class ExitRow:
 @dataclass(frozen=True, slots=True)
 class LogRow:
     id: str
-    pattern: re.Pattern[str]
+    pattern: Pattern
     role: Role
     cause: Cause | None
     meaning: str
