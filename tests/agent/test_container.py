@@ -146,12 +146,12 @@ def test_it_ends_as_its_rank_ended(make: Make, ends: str, code: int) -> None:
     assert "RELAUNCH_AGENT_KEY is not set: no port is opened" in container.printed
 
 
-def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_names_its_rank(make: Make) -> None:
+def test_of_several_ranks_the_first_that_failed_gives_the_code_and_each_line_names_its_rank(make: Make, tmp_path: Path) -> None:
     # The second catches what the failure of the first brings it, and ends with a code of its own.
     script = 'echo "I am $RANK/$LOCAL_RANK of $WORLD_SIZE on $RELAUNCH_NODE${RELAUNCH_ORDER}${RELAUNCH_AGENT_KEY}"; '
-    script += 'trap "exit 9" TERM; test $RANK = 5 && touch said; '
-    script += "if [ $RANK = 4 ]; then while [ ! -e said ]; do sleep 0.02; done; exit 7; fi; while :; do sleep 0.05; done"
-    container = make(in_shell(script), ranks=2, env={"WORLD_SIZE": "8", "RELAUNCH_NODE": "n1"}, port=None)
+    script += 'trap "exit 9" TERM; test $RANK = 5 && touch "$SAID"; '
+    script += 'if [ $RANK = 4 ]; then while [ ! -e "$SAID" ]; do sleep 0.02; done; exit 7; fi; while :; do sleep 0.05; done'
+    container = make(in_shell(script), ranks=2, env={"WORLD_SIZE": "8", "RELAUNCH_NODE": "n1", "SAID": str(tmp_path / "said")}, port=None)
     assert container.ended() == 7
     assert sorted(line for line in container.printed.splitlines() if "I am" in line) == [
         "[rank 4] I am 4/0 of 8 on n1",

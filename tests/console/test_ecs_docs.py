@@ -30,7 +30,7 @@ PAGE = (ROOT / "docs" / "ecs.md").read_text()
 FLEET, JOB = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 DEFINITION: dict[str, Any] = json.loads(re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0])
 BLOCKS = [line.split("  #")[0].strip() for line in re.sub(r"\\\n +", "", PAGE).splitlines() if line.startswith("    ")]
-INLINE = [one.strip("`") for one in re.findall(r"`relaunch [^`]*`", PAGE)]
+INLINE = [one.strip("`") for one in re.findall(r"`relaunch [^`]*`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))]
 COMMANDS = [line.partition(" > ")[0] for line in (*BLOCKS, *INLINE) if line.startswith("relaunch ")]
 OF_AWS = [shlex.split(line.partition(" | ")[0]) for line in BLOCKS if line.startswith("aws ")]
 

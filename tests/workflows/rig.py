@@ -35,6 +35,7 @@ from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants
+from tests.test_layering import CORE
 
 PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
@@ -299,7 +300,7 @@ async def replay(history: WorkflowHistory) -> None:
     Raises:
         NondeterminismError: it would have ordered something else.
     """
-    # recovery/ is pure, which tests/test_layering.py holds; types that only it names would be unknown in a sandbox that imports it anew.
-    runner = SandboxedWorkflowRunner(SandboxRestrictions.default.with_passthrough_modules("recovery"))
+    # The core is pure, which tests/test_layering.py holds; types that only it names would be unknown in a sandbox that imports it again.
+    runner = SandboxedWorkflowRunner(SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2"))
     workflows = [TrainingJob, NodeRepair, Fleet]
     await Replayer(workflows=workflows, workflow_runner=runner, data_converter=data_converter()).replay_workflow(history)
