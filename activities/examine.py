@@ -63,7 +63,7 @@ class RepairOrder:
     boot_id: str = ""
     gpus: tuple[str, ...] = ()
     level: int = 0
-    because: str = ""
+    reason: str = ""
     kernel_since: timedelta | None = None
 
 
@@ -75,7 +75,7 @@ class NodeActivities:
     async def examine_nodes(self, input: ExamineNodesInput) -> tuple[ExaminedNode, ...]:
         """Examine nodes whose GPUs are free. Every node that was asked about is answered for; who does not answer is UNKNOWN."""
         healths = await self._examine(input)
-        return tuple(ExaminedNode(node, health.verdict, health.because) for node, health in healths)
+        return tuple(ExaminedNode(node, health.verdict, health.reason) for node, health in healths)
 
     @activity.defn
     async def check_nodes(self, input: ExamineNodesInput) -> tuple[NodeHealth, ...]:
@@ -122,7 +122,7 @@ class NodeActivities:
             try:
                 return await _carry_out(backend, order)
             except BackendError as error:
-                return NoAnswer(error.because)
+                return NoAnswer(error.reason)
 
 
 async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
@@ -136,7 +136,7 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
         case "reset-gpus":
             answer = await backend.reset_gpus(order.node, order.id, order.boot_id, order.gpus, within, fleet)
         case "reboot":
-            answer = await backend.reboot(order.node, order.id, order.boot_id, order.because, fleet)
+            answer = await backend.reboot(order.node, order.id, order.boot_id, order.reason, fleet)
         case "power-cycle":
             power = backend.node(order.node).power
             if power is None and isinstance(backend, CyclesPower):
@@ -145,7 +145,7 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
         case _:
             raise ValueError(f"{order.verb!r} is no step of a repair")
     if isinstance(answer, Refused):
-        return OrderRefused(answer.why, answer.because, answer.boot_id)
+        return OrderRefused(answer.why, answer.reason, answer.boot_id)
     return OrderDone(dict(answer))
 
 
@@ -180,7 +180,7 @@ async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: t
             if not isinstance(answer, Refused):
                 return dict(answer)
             if answer.why != "held" or answer.held_by != id_ or left <= 1.0:
-                return {"refused": answer.why, "because": answer.because}
+                return {"refused": answer.why, "reason": answer.reason}
         await asyncio.sleep(PROBE_AGAIN)
 
 
@@ -199,7 +199,7 @@ async def _examine(backend: Backend, node: str, input: ExamineNodesInput) -> Hea
         try:
             diag = await _diagnose(backend, node, input.id, level, within, _identity(backend, input.fleet))
         except BackendError as error:
-            diag = {"refused": "no_answer", "because": error.because}
+            diag = {"refused": "no_answer", "reason": error.reason}
     return read_health(facts, diag, expected_gpus=expected, level=level, catalog=catalog(input.catalog), unread=unread)
 
 
@@ -211,5 +211,5 @@ async def _probe(backend: Backend, node: str, kernel_since: timedelta | None) ->
         try:
             return await _exchange(backend, node, PROBE_WITHIN, kernel_since), ""
         except BackendError as error:
-            unread = f"{node} does not answer: {error.because}"
+            unread = f"{node} does not answer: {error.reason}"
     return None, unread

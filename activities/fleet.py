@@ -36,7 +36,7 @@ from relaunch.messages.jobs import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
 from relaunch.pool.facts import Applied, Remembered
 from relaunch.pool.inventory import read_inventory
 from relaunch.pool.restore import has_restored, memory
-from relaunch.pool.state import FleetState, Living, NodeLook
+from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.policy import Timeouts
 
@@ -172,7 +172,7 @@ class FleetActivities:
         return state
 
     @activity.defn
-    async def look_at_nodes(self, input: LookInput) -> tuple[NodeLook, ...]:
+    async def probe_nodes(self, input: LookInput) -> tuple[NodeProbe, ...]:
         """Ask each node once; a node that does not answer is looked at too, and silent."""
         backend = self._fleets.backend(input.fleet)
         async with beating() as shown:
@@ -340,11 +340,11 @@ async def _of_each(nodes: Sequence[str], question: Callable[[str], Awaitable[Ans
     return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
 
 
-def _look(node: str, seen: Seen, mine: str) -> NodeLook:
+def _look(node: str, seen: Seen, mine: str) -> NodeProbe:
     listed = seen.listed
     if isinstance(listed, str):
-        return NodeLook(node, silent=listed or "no answer")
-    ours: dict[Living, None] = {}
+        return NodeProbe(node, silent=listed or "no answer")
+    ours: dict[LiveGeneration, None] = {}
     others: dict[str, None] = {}
     for job in listed.get("jobs", ()):
         for generation in job.get("generations", ()):
@@ -359,11 +359,11 @@ def _look(node: str, seen: Seen, mine: str) -> NodeLook:
             elif _is_others(generation, mine):
                 others[f"ranks of job {job['job']} of fleet {str(generation['fleet']).rpartition('/')[2]} live on it"] = None
             else:
-                ours[Living(job["job"], generation["submission"], generation["generation"])] = None
+                ours[LiveGeneration(job["job"], generation["submission"], generation["generation"])] = None
     held = listed.get("held")
     by = f"{held.get('by', 'somebody')} ({held.get('id', 'unknown')}) works on it" if held is not None else ""
     living = sorted(ours, key=lambda one: (one.job, one.submission, one.generation))
-    return NodeLook(
+    return NodeProbe(
         node,
         boot_id=str(listed.get("boot_id") or ""),
         held=by or next(iter(others), ""),

@@ -54,7 +54,7 @@ class NodeView:
     """By `read_boot_clock`."""
     silent_since: float | None = None
     """CLOCK_MONOTONIC; None while connected."""
-    because: str = ""
+    reason: str = ""
     is_elsewhere: bool = False
     """What answers for it is not where its ranks were started."""
     reported_lost: bool = False
@@ -120,15 +120,15 @@ class Gang:
         view.stream, view.good_beats, view.is_elsewhere = stream, 0, False
         view.last_heard = read_boot_clock()
 
-    def misbehaved(self, node: str, because: str) -> bool:
+    def misbehaved(self, node: str, reason: str) -> bool:
         """Take in that a node said what makes no sense: it is as good as silent, whatever it says in between.
 
         Return whether that is news.
         """
         view = self._nodes[node]
-        is_news = not view.misbehaves or view.because != because
+        is_news = not view.misbehaves or view.reason != reason
         view.misbehaves = True
-        self.disconnected(node, because)
+        self.disconnected(node, reason)
         return is_news
 
     def _note_answer(self, node: str) -> None:
@@ -142,10 +142,10 @@ class Gang:
             self._returned.append(node)
             self._news.set()
 
-    def disconnected(self, node: str, because: str, *, is_elsewhere: bool = False) -> float:
+    def disconnected(self, node: str, reason: str, *, is_elsewhere: bool = False) -> float:
         """Returns seconds for which this watcher has tried in vain."""
         view = self._nodes[node]
-        view.stream, view.stamp, view.because, view.is_elsewhere = None, None, because, is_elsewhere
+        view.stream, view.stamp, view.reason, view.is_elsewhere = None, None, reason, is_elsewhere
         if view.silent_since is None:
             view.silent_since = time.monotonic()
         return time.monotonic() - view.silent_since
@@ -183,7 +183,7 @@ class Gang:
                 return
             if raw.get("kind") == "StoppedByUser":
                 view.seq = seq
-                self._cancelled = CancelRequested(str(raw.get("because") or "")[:MESSAGE_LIMIT], str(raw.get("by") or ""))
+                self._cancelled = CancelRequested(str(raw.get("reason") or "")[:MESSAGE_LIMIT], str(raw.get("by") or ""))
                 self._news.set()
                 return
             told = observations_from(node, raw, now)
@@ -401,7 +401,7 @@ class Gang:
             is_told = view.reported_lost and view.is_elsewhere <= view.reported_elsewhere
             if view.silent_since is not None and not is_told and time.monotonic() - view.silent_since >= limit:
                 view.reported_lost, view.reported_elsewhere = True, view.is_elsewhere
-                lost.append(NodeUnreachable(self.generation, node, self._age(view), view.because, view.is_elsewhere))
+                lost.append(NodeUnreachable(self.generation, node, self._age(view), view.reason, view.is_elsewhere))
         return lost
 
     def _step_to_report(self) -> StepReached | None:
@@ -418,12 +418,12 @@ class Gang:
         now = datetime.now(UTC)
         if all(self._is_stale(view) for view in self._nodes.values()):
             return None  # whoever sees nothing cannot call anything hung
-        because = hung(self._pace, self.input.hang, now) or self._late_for_exit(now)
-        if because is None:
+        reason = hung(self._pace, self.input.hang, now) or self._late_for_exit(now)
+        if reason is None:
             return None
         steps = {rank: value for view in self._nodes.values() for rank, value in view.steps.items() if rank not in view.exited}
         slowest = sorted(steps, key=lambda rank: (steps[rank][0], rank))[:SLOWEST_NAMED]
-        return RanksHung(self.generation, tuple(slowest), because, now, self._silent(), unheard=self._unheard_lost())
+        return RanksHung(self.generation, tuple(slowest), reason, now, self._silent(), unheard=self._unheard_lost())
 
     def _late_for_exit(self, now: datetime) -> str | None:
         """The exit barrier: once one rank has finished, the others must finish or advance."""

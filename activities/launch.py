@@ -113,7 +113,7 @@ class LaunchRanksOutput:
     started_at: datetime | None = None
     refusals: tuple[NodeRefusal, ...] = ()
     unreachable: tuple[str, ...] = ()
-    because: str = ""
+    reason: str = ""
     start_sent: bool = False
     elsewhere: tuple[str, ...] = ()
     """Those of `unreachable` that answer, but not from where older generations were started."""
@@ -139,7 +139,7 @@ class JobActivities:
                 if details is None or not details.cancel_requested:
                     raise  # this worker ends, and another one goes on
                 # The job, which gave the launch up, has to know where its ranks may live.
-                return LaunchRanksOutput(because="cancelled", start_sent=bool(left), places=_places_of(left))
+                return LaunchRanksOutput(reason="cancelled", start_sent=bool(left), places=_places_of(left))
 
     async def _launch(self, backend: Backend, input: LaunchRanksInput, left: list[Any]) -> LaunchRanksOutput:
         """Launch.
@@ -158,7 +158,7 @@ class JobActivities:
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
         except NodesUnreachable as error:
-            given_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), elsewhere=error.elsewhere)
+            given_up = LaunchRanksOutput(unreachable=error.nodes, reason=str(error), elsewhere=error.elsewhere)
             if left:  # an attempt before this one may have started ranks
                 given_up = replace(given_up, start_sent=True, places=_places_of(left))
             return _retry_or(error, given_up)
@@ -166,8 +166,8 @@ class JobActivities:
         places = {node.node: node.place for node in prepared if node.place}
         if left and (anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]):
             # Its ports and its part of the secret are new, and the others may run with the old ones: two halves of a gang.
-            because = "it had to be prepared again, when other nodes may have been started already"
-            refusals = tuple(NodeRefusal(node, "prepared_again", because) for node in anew[:MOST_NAMED])
+            reason = "it had to be prepared again, when other nodes may have been started already"
+            refusals = tuple(NodeRefusal(node, "prepared_again", reason) for node in anew[:MOST_NAMED])
             return LaunchRanksOutput(refusals=refusals, places=_places_of(left), start_sent=True)
         left[:] = [stamps, places]
         await self._still_ours(stamps, places)
@@ -176,7 +176,7 @@ class JobActivities:
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, places=places, start_sent=True)
         except NodesUnreachable as error:
-            given_up = LaunchRanksOutput(unreachable=error.nodes, because=str(error), start_sent=True, places=places)
+            given_up = LaunchRanksOutput(unreachable=error.nodes, reason=str(error), start_sent=True, places=places)
             return _retry_or(error, given_up)
         return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC), places=places)
 
@@ -252,8 +252,8 @@ class JobActivities:
 
 
 class NodesUnreachable(Exception):
-    def __init__(self, nodes: tuple[str, ...], because: str, elsewhere: tuple[str, ...] = ()) -> None:
-        super().__init__(because)
+    def __init__(self, nodes: tuple[str, ...], reason: str, elsewhere: tuple[str, ...] = ()) -> None:
+        super().__init__(reason)
         self.nodes = nodes
         self.elsewhere = elsewhere
         """Those of `nodes` that answer, but not from where older generations were started."""
@@ -261,7 +261,7 @@ class NodesUnreachable(Exception):
 
 class NodesRefused(Exception):
     def __init__(self, refusals: tuple[NodeRefusal, ...]) -> None:
-        super().__init__("; ".join(f"{refusal.node}: {refusal.because}" for refusal in refusals[:4]))
+        super().__init__("; ".join(f"{refusal.node}: {refusal.reason}" for refusal in refusals[:4]))
         self.refusals = refusals
 
 
@@ -310,7 +310,7 @@ async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awai
                 return error
 
     results = await asyncio.gather(*(one(node) for node in nodes))
-    if refusals := tuple(NodeRefusal(r.node, r.why, r.because, r.highest) for r in results if isinstance(r, Refused)):
+    if refusals := tuple(NodeRefusal(r.node, r.why, r.reason, r.highest) for r in results if isinstance(r, Refused)):
         raise NodesRefused(refusals[:MOST_NAMED])
     if silent := [r for r in results if isinstance(r, BackendError)]:
         raise NodesUnreachable(tuple(r.node for r in silent), f"{silent[0]}" + (f" and {len(silent) - 1} more" if silent[1:] else ""))
@@ -351,8 +351,8 @@ async def _shared_secret(backend: Backend, input: LaunchRanksInput, gang: Gang, 
     [answer] = await _on_all(input.token, [node], lambda name: backend.prepare(name, order))
     assert isinstance(answer, Prepared), "a refusal is raised"
     if answer.stamp != gang.stamp:
-        because = "it had to be prepared again, when other nodes may have been started already"
-        raise NodesRefused((NodeRefusal(node, "prepared_again", because),))
+        reason = "it had to be prepared again, when other nodes may have been started already"
+        raise NodesRefused((NodeRefusal(node, "prepared_again", reason),))
     return secret_of(input.token, answer.nonce)
 
 

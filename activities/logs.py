@@ -61,7 +61,7 @@ class LogActivities:
             chunks=tuple(LogPiece(chunk.rank, chunk.next, chunk.data) for part in logs for chunk in part.chunks),
             ended=len(logs) == len(input.nodes) and all(part.ended for part in logs),
             unreachable=tuple(node for node, result in results.items() if result is None),
-            refused=tuple(f"{node}: {result.because}" for node, result in results.items() if isinstance(result, Refused)),
+            refused=tuple(f"{node}: {result.reason}" for node, result in results.items() if isinstance(result, Refused)),
         )
 
     @activity.defn
@@ -96,9 +96,9 @@ async def _stack(backend: Backend, node: str, token: Token, rank: int, most: int
     try:
         answer = await backend.stacks(node, token, rank)
     except BackendError as error:
-        return Stack(rank, node, None, f"no answer: {error.because}")
+        return Stack(rank, node, None, f"no answer: {error.reason}")
     if isinstance(answer, Refused):
-        return Stack(rank, node, None, answer.because)
+        return Stack(rank, node, None, answer.reason)
     row = answer["stacks"][0]
     pid = row.get("pid")
     return Stack(rank, node, pid if isinstance(pid, int) else None, told(row)[:most])

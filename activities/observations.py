@@ -52,14 +52,14 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
             launcher=bool(raw.get("launcher")),
             ecs=_ecs_from(raw.get("ecs")),
         )
-    because = str(raw.get("because") or kind)[:MESSAGE_LIMIT]
+    reason = str(raw.get("reason") or kind)[:MESSAGE_LIMIT]
     if kind == "Fenced":
-        return RanksFenced(node, received_at, str(raw.get("why")), because)
+        return RanksFenced(node, received_at, str(raw.get("why")), reason)
     if kind in ("KeeperDied", "RanksVanished"):
-        return RanksVanished(node, received_at, because, "reboot" in because, *kernel_from(raw))
+        return RanksVanished(node, received_at, reason, "reboot" in reason, *kernel_from(raw))
     if kind == "Stopped":
         # Whoever ordered it has moved on to a higher generation, or is a person; for this one it means that its ranks are gone.
-        return RanksFenced(node, received_at, "superseded", because)
+        return RanksFenced(node, received_at, "superseded", reason)
     return None
 
 

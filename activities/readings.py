@@ -75,4 +75,4 @@ async def ask(backend: Backend, node: str, gpus: bool = False) -> Listed:
     try:
         return parse_list(node, await backend.list(node, gpus))
     except BackendError as error:
-        return error.because
+        return error.reason

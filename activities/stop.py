@@ -70,13 +70,13 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
 
     async def stop(node: str) -> None:
         while True:
-            because = await _try_to_stop(backend, node, order, input.places)
-            if because is None:
+            reason = await _try_to_stop(backend, node, order, input.places)
+            if reason is None:
                 stopped_at[node] = read_boot_clock()
                 silent.pop(node, None)
                 news.set()
                 return
-            silent[node] = because
+            silent[node] = reason
             news.set()
             if input.once:
                 return
@@ -139,8 +139,8 @@ async def _try_to_stop(backend: Backend, node: str, order: StopOrder, places: tu
     try:
         answer = await backend.stop(node, order)
     except BackendError as error:
-        return error.because
-    return find_doubt(places, node, answer.place) if isinstance(answer, Gone) else answer.because
+        return error.reason
+    return find_doubt(places, node, answer.place) if isinstance(answer, Gone) else answer.reason
 
 
 @asynccontextmanager

@@ -52,7 +52,7 @@ class TaskEvents:
                     await queue.delete(told)
                 delay = AGAIN[0]
             except BackendError as error:
-                log.warning("the queue of events does not answer, and watches look only by themselves: %s", error.because)
+                log.warning("the queue of events does not answer, and watches look only by themselves: %s", error.reason)
                 await asyncio.sleep(delay)
                 delay = min(AGAIN[1], 2 * delay)
 

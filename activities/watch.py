@@ -167,16 +167,16 @@ async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: 
                     gang.line(node, line)
                     if "end" in line:
                         return
-            because = "the connection was closed" if doubt is None else doubt
+            reason = "the connection was closed" if doubt is None else doubt
         except ProtocolError as error:
-            if gang.misbehaved(node, error.because):
-                activity.logger.warning("generation %s: node %s: %s", gang.generation, node, error.because)
+            if gang.misbehaved(node, error.reason):
+                activity.logger.warning("generation %s: node %s: %s", gang.generation, node, error.reason)
             delay = RECONNECT[1]
             await asyncio.sleep(delay)
             continue
         except Unreachable as error:
-            because = error.because
-        gang.disconnected(node, because, is_elsewhere=doubt is not None)
+            reason = error.reason
+        gang.disconnected(node, reason, is_elsewhere=doubt is not None)
         await asyncio.sleep(delay)
         delay = min(RECONNECT[1], delay * 2)
 
@@ -193,4 +193,4 @@ def _find_doubt(gang: Gang, node: str, line: Mapping[str, Any]) -> str | None:
 
 def _unknown_generation(gang: Gang, node: str, line: Mapping[str, Any]) -> None:
     """The place where ranks were started, or where none ever were, knows of none: they are gone."""
-    gang.observed(node, RanksVanished(node, datetime.now(UTC), f"the node refuses to be watched: {line.get('because')}"))
+    gang.observed(node, RanksVanished(node, datetime.now(UTC), f"the node refuses to be watched: {line.get('reason')}"))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from relaunch.evidence.observations import RankError, RankExited
-from relaunch.job.apply import absorb
+from relaunch.job.apply import apply_event
 from relaunch.job.decide import decide
 from relaunch.job.diagnose import diagnose
 from relaunch.job.events import FaultObserved
@@ -71,7 +71,7 @@ def measure_decisions(nodes: int) -> list[dict[str, object]]:
     for kind in KINDS:
         ranks = nodes * RANKS_PER_NODE
         fault = FaultObserved(1, tuple(rank(n, ranks, kind) for n in range(ranks)), 0, AT)
-        met = absorb(job, fault, AT)
+        met = apply_event(job, fault, AT)
         found = diagnose(job, fault)
         result = {
             "nodes": nodes,

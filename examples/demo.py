@@ -106,7 +106,7 @@ class Screen:
             where = f" generation {job.generation} on {job_views.names([slot.node for slot in job.slots]) or 'no nodes yet'}" if job else ""
             lines.append(Text.assemble((f"{name:<9} ", "bold"), (bar, "cyan"), steps, (f"{look.phase:<10}", f"bold {colour}"), where))
         if job := self.job():
-            lines += [Text.assemble(("now   ", "bold"), job.because), Text.assemble(("next  ", "bold"), self.next(job))]
+            lines += [Text.assemble(("now   ", "bold"), job.reason), Text.assemble(("next  ", "bold"), self.next(job))]
         return Group(*lines, Text.assemble(("web   ", "bold"), self.ui))
 
 
@@ -121,7 +121,7 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
         command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *TRAIN, "--checkpoint", str(state / name)]
         policy = {"timeouts": TIMEOUTS}
         job = {"name": name, "command": command, "nodes": 2, "nproc_per_node": 2, "fleet": fleet, "policy": policy}
-        await submit(client, Settings().task_queue, *job_from_flags(job), because="the demo")
+        await submit(client, Settings().task_queue, *job_from_flags(job), reason="the demo")
         following.append(asyncio.create_task(screen.follow(client, name)))
 
     async def until(what: str, holds: Callable[[], bool]) -> None:
@@ -131,7 +131,7 @@ async def demonstrate(client: Client, state: Path, screen: Screen) -> None:
                 if task.done():
                     task.result()  # raises what it met
             if (job := screen.job()) and job.phase.is_final:
-                raise Trouble(f"the job ended as {job.phase} before there was {what}: {job.because}")
+                raise Trouble(f"the job ended as {job.phase} before there was {what}: {job.reason}")
             if time.monotonic() > deadline:
                 raise Trouble(f"within {PATIENCE:g} s there was not {what}")
             await asyncio.sleep(0.05)
@@ -181,7 +181,7 @@ def conclude(state: Path, screen: Screen) -> bool:
     for entry in map(job_views.history_entry, incidents):
         strategies = ", ".join(dict.fromkeys(d["strategy"] for d in entry["decisions"] if d["strategy"]))
         times = (f"{entry['times'][name] or 0:.2f} s" for name in ("decided", "launched", "recovered"))
-        table.add_row(entry["cause"], job_views.names(entry["nodes"]), entry["because"], strategies, *times)
+        table.add_row(entry["cause"], job_views.names(entry["nodes"]), entry["reason"], strategies, *times)
     screen.console.print("", table, "")
     results = {name: json.loads((state / name / "final.json").read_text()) for name in ("calm", "troubled")}
     for name, result in results.items():

@@ -30,7 +30,7 @@ OF_RANKS = (
 """Variables that relaunch gives to ranks and agents: not settings, and no mistakes either when a rank calls the command line."""
 
 
-class Mistake(Exception):
+class ConfigError(Exception):
     """What a person wrote cannot be used. One sentence: the thing, the value, what is expected."""
 
 
@@ -90,14 +90,14 @@ def read_settings(**overrides: Any) -> Settings:
         try:
             written = tomllib.loads(file.read_text())
         except OSError as error:
-            raise Mistake(f"settings file {file} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"settings file {file} cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise Mistake(f"settings file {file} is not TOML: {error}") from None
+            raise ConfigError(f"settings file {file} is not TOML: {error}") from None
     known = {f"{PREFIX}{name.upper()}": name for name in Settings.model_fields}
     exported = {variable: value for variable, value in os.environ.items() if variable.startswith(PREFIX) and value}
     for variable in exported:
         if variable not in (*known, *OF_RANKS, FILE_VARIABLE, NO_WARM):
-            raise Mistake(f"{variable} is no setting: one of {', '.join(sorted(known))}")
+            raise ConfigError(f"{variable} is no setting: one of {', '.join(sorted(known))}")
     typed = {name: value for name, value in overrides.items() if value is not None}
     in_environment = {known[variable]: value for variable, value in exported.items() if variable in known}
     values = {**written, **in_environment, **typed}
@@ -108,10 +108,10 @@ def read_settings(**overrides: Any) -> Settings:
         name = str(first["loc"][0])
         what = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            raise Mistake(f"settings file {file}: {name} is no setting: one of {', '.join(Settings.model_fields)}") from None
+            raise ConfigError(f"settings file {file}: {name} is no setting: one of {', '.join(Settings.model_fields)}") from None
         in_file = f"settings file {file}: {name}"
         where = f"setting {name}" if name in typed else f"{PREFIX}{name.upper()}" if name in in_environment else in_file
-        raise Mistake(f"{where} is {values[name]!r}: {what}") from None
+        raise ConfigError(f"{where} is {values[name]!r}: {what}") from None
 
 
 def describe_settings(settings: Settings, overrides: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:

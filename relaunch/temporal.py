@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -88,21 +88,23 @@ async def connect(state: Path, address: str | None = None) -> Client:
     try:
         config = ClientConfig.load_client_connect_config()
     except Exception as error:  # the SDK's ConfigError is a bare Exception subclass of its native part
-        raise Mistake(f"the Temporal configuration cannot be used: {error}") from None
+        raise ConfigError(f"the Temporal configuration cannot be used: {error}") from None
     target = address or config.get("target_host")
     if not target:
         up = running_up(state)
         if up is None:
-            raise Mistake(f"no server: TEMPORAL_ADDRESS is not set and no `relaunch up` runs on {state}; start one in another terminal")
+            raise ConfigError(f"no server: TEMPORAL_ADDRESS is not set and no `relaunch up` runs on {state}; start one in another terminal")
         target = up.address
     config["target_host"] = target
     try:
         return await asyncio.wait_for(Client.connect(**config, data_converter=data_converter()), CONNECT_WITHIN)
     except TimeoutError:
-        raise Mistake(f"the Temporal server at {target} did not answer within {CONNECT_WITHIN:g} s") from None
+        raise ConfigError(f"the Temporal server at {target} did not answer within {CONNECT_WITHIN:g} s") from None
     except (RuntimeError, ValueError) as error:  # what the SDK raises for refused, unresolvable and malformed addresses
         cause = str(error).splitlines()[0]
-        raise Mistake(f"the Temporal server at {target} cannot be reached: {cause}; expected the host:port of a running server") from None
+        raise ConfigError(
+            f"the Temporal server at {target} cannot be reached: {cause}; expected the host:port of a running server"
+        ) from None
 
 
 async def read_server_id(client: Client) -> str:
@@ -140,7 +142,7 @@ async def ensure_namespace(client: Client) -> None:
     known = listed.custom_attributes
     for name, kind in SEARCH_ATTRIBUTES.items():
         if name in known and known[name] != types[kind]:
-            raise Mistake(
+            raise ConfigError(
                 f"search attribute {name} of namespace {client.namespace} is {IndexedValueType.Name(known[name])}, "
                 f"expected {kind}: use another namespace"
             )

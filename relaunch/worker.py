@@ -32,7 +32,7 @@ from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend, EventQueue
 from relaunch.backends.local import LocalBackend
 from relaunch.cli.files import read_fleet
-from relaunch.config import Mistake, Settings, describe_settings, read_settings
+from relaunch.config import ConfigError, Settings, describe_settings, read_settings
 from relaunch.spec.fleet import FleetSpec
 from relaunch.temporal import connect, ensure_namespace, read_server_id
 from relaunch.workflows.fleet.workflow import Fleet
@@ -82,13 +82,15 @@ class WorkerFleets:
         try:
             spec = read_fleet(path)
             if spec.name != fleet:
-                raise Mistake(f"fleet file {path}: it is of fleet {spec.name!r} now, expected {fleet!r} until the worker is started anew")
+                raise ConfigError(
+                    f"fleet file {path}: it is of fleet {spec.name!r} now, expected {fleet!r} until the worker is started anew"
+                )
             if spec != before:
                 backend = make_backend(path, spec)
                 backend.server = self.server
                 self.replaced.append(self.backends[fleet])
                 self.specs[fleet], self.backends[fleet] = spec, backend
-        except Mistake as mistake:
+        except ConfigError as mistake:
             raise ValueError(str(mistake)) from None
         return spec
 
@@ -144,7 +146,7 @@ def make_fleets(settings: Settings) -> WorkerFleets:
             try:
                 return SshBackend(spec, agent, settings.answer_within)
             except ValueError as error:
-                raise Mistake(f"fleet file {path}: {error}") from None
+                raise ConfigError(f"fleet file {path}: {error}") from None
         if spec.backend == "ecs":
             from relaunch.backends.ecs.backend import EcsBackend
             from relaunch.backends.ecs.options import options
@@ -152,7 +154,7 @@ def make_fleets(settings: Settings) -> WorkerFleets:
             try:
                 given = options(spec, os.environ)
             except ValueError as error:
-                raise Mistake(f"fleet file {path}: {error}") from None
+                raise ConfigError(f"fleet file {path}: {error}") from None
             if given.node_task is None:
                 logging.getLogger("relaunch").warning(
                     "fleet %s names no ecs.node_task: no reboot of its nodes can be proven, so none is ordered; a node is repaired by stop"
@@ -160,13 +162,13 @@ def make_fleets(settings: Settings) -> WorkerFleets:
                     spec.name,
                 )
             return EcsBackend(spec, given)
-        raise Mistake(f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs")
+        raise ConfigError(f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs")
 
     for path in settings.fleets:
         signature = _signature(path)
         spec = read_fleet(path)
         if spec.name in fleets.specs:
-            raise Mistake(f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker")
+            raise ConfigError(f"fleet file {path}: the name {spec.name!r} is taken by another fleet file of this worker")
         fleets.backends[spec.name] = make_backend(path, spec)
         fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
         fleets.seen[spec.name] = signature
@@ -191,7 +193,7 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             nodes.read_terms,
             nodes.order_repair,
             fleet.read_fleet,
-            fleet.look_at_nodes,
+            fleet.probe_nodes,
             fleet.last_state,
             fleet.find_jobs,
             fleet.closed_jobs,
@@ -285,7 +287,7 @@ def main() -> int:
         if settings.metrics:
             Runtime.set_default(Runtime(telemetry=TelemetryConfig(metrics=PrometheusConfig(bind_address=settings.metrics))))
         asyncio.run(serve(settings))
-    except Mistake as mistake:
+    except ConfigError as mistake:
         sys.stderr.write(f"relaunch-worker: {mistake}\n")
         return 2
     return 0

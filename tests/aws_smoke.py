@@ -97,7 +97,7 @@ class Smoke:
         try:
             said, ok = await look()
         except (BackendError, AwsError, UnknownInstance, TimeoutError, Differs) as error:
-            said, ok = getattr(error, "because", "") or f"{type(error).__name__} {error}", False
+            said, ok = getattr(error, "reason", "") or f"{type(error).__name__} {error}", False
         self.say(what, expected, said, ok)
 
     # --- what a worker does
@@ -150,7 +150,7 @@ class Differs(Exception):
 
 def answered(answer: T | Refused) -> T:
     if isinstance(answer, Refused):
-        raise Differs(f"refused ({answer.why}): {answer.because}")
+        raise Differs(f"refused ({answer.why}): {answer.reason}")
     return answer
 
 
@@ -190,7 +190,7 @@ async def names(smoke: Smoke) -> None:
             placed = await smoke.run_again(3, overrides={})
         except AwsError as error:
             named = list(error.response.get("resourceIds") or ())
-            return f"{error.because}; resourceIds {named}", error.code == "ConflictException" and (await smoke.task(3)).arn in named
+            return f"{error.reason}; resourceIds {named}", error.code == "ConflictException" and (await smoke.task(3)).arn in named
         return told(placed), False
 
     async def another_worker() -> tuple[object, bool]:
@@ -297,7 +297,7 @@ async def rebooted(smoke: Smoke, before: str) -> None:
             try:
                 after = str((await smoke.backend.probe(NODE, PROBE_WITHIN, None)).get("boot_id"))
             except Unreachable as error:
-                said = error.because
+                said = error.reason
                 continue
             return f"ordered on boot {ordered['boot_id']}, boot {after} after {time.monotonic() - begun:.0f} s", after != before
         return f"not within {REBOOT_WITHIN:g} s: {said}", False
@@ -390,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aws-smoke: {error}", file=sys.stderr)
         return 2
     except (BackendError, AwsError, UnknownInstance) as error:
-        print(f"aws-smoke: {error.because}", file=sys.stderr)
+        print(f"aws-smoke: {error.reason}", file=sys.stderr)
         return 2
     Console(width=160).print(table(rows))
     return 0 if all(row.ok for row in rows) else 1

@@ -120,7 +120,7 @@ async def test_of_two_controllers_with_the_same_names_the_second_is_refused_and_
         refused = await others.prepare("n1", order(others, 2000))
         assert isinstance(refused, Refused)
         assert refused.why == "other_fleet"
-        assert "of another Temporal server (6c1e9ba4, namespace default)" in refused.because
+        assert "of another Temporal server (6c1e9ba4, namespace default)" in refused.reason
         namesake = StopOrder(Token("default", "train", 2000, 1), stop_grace=1.0)
         assert await others.stop("n1", namesake) == Gone("n1")
         (listed,) = [job for job in (await mine.list("n1"))["jobs"] if job["server"] == "6c1e9ba4"]

@@ -55,7 +55,7 @@ def updates(before: dict[str, object], after: dict[str, object]) -> list[SearchA
 
 
 def memo(job: JobState) -> dict[str, object]:
-    return {"phase": job.phase.value, "because": job.because, "next": _next(job), "fleet": job.spec.fleet, "submission": job.submission}
+    return {"phase": job.phase.value, "reason": job.reason, "next": _next(job), "fleet": job.spec.fleet, "submission": job.submission}
 
 
 def current_details(job: JobState, now: datetime) -> str:
@@ -63,7 +63,7 @@ def current_details(job: JobState, now: datetime) -> str:
     lines = [
         f"## {job.phase} · generation {job.generation}",
         "",
-        f"**Why** {job.because}",
+        f"**Why** {job.reason}",
         "",
         f"**Next** {_next(job)}",
         "",
@@ -91,9 +91,9 @@ def current_details(job: JobState, now: datetime) -> str:
     lines += [""]
     if job.incident is not None:
         incident = job.incident
-        lines += [f"### Open incident: {incident.cause}", "", f"{_clock(incident.opened)} {incident.because}", ""]
+        lines += [f"### Open incident: {incident.cause}", "", f"{_clock(incident.opened)} {incident.reason}", ""]
         lines += [f"- {_clock(one.at)} **Further fault** {one.cause}: {one.reason[:300]}" for one in incident.faults[1:][-4:]]
-        lines += [f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.because}" for d in incident.decisions[-8:]]
+        lines += [f"- {_clock(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** {d.reason}" for d in incident.decisions[-8:]]
         if incident.traceback:
             lines += ["", "```", incident.traceback[-2000:].replace("```", "'''"), "```"]
         lines += [""]
@@ -104,7 +104,7 @@ def current_details(job: JobState, now: datetime) -> str:
         for incident in reversed(closed):
             lasted = f"{((incident.closed or now) - incident.opened).total_seconds():.1f} s"
             lines += [
-                f"- {_clock(incident.opened)}, {lasted}: **{incident.cause}** {incident.because[:300]} → {incident.outcome or 'closed'}"
+                f"- {_clock(incident.opened)}, {lasted}: **{incident.cause}** {incident.reason[:300]} → {incident.outcome or 'closed'}"
             ]
         lines += [""]
     if job.notices:
@@ -115,10 +115,10 @@ def current_details(job: JobState, now: datetime) -> str:
             "",
             "Send a signal from this page (one JSON object, every field optional, or none at all):",
             "",
-            '- `cancel` `{"because": "…", "by": "you"}` stops every rank and ends the job',
-            '- `force_retry` `{"because": "…", "avoid_nodes": ["n2"], "renew_budgets": false}` launches a new generation now',
+            '- `cancel` `{"reason": "…", "by": "you"}` stops every rank and ends the job',
+            '- `force_retry` `{"reason": "…", "avoid_nodes": ["n2"], "renew_budgets": false}` launches a new generation now',
             *_answers(job),
-            '- `report` `{"node": "n2", "declared": "dead", "because": "…"}` you vouch that nothing runs on n2 any more',
+            '- `report` `{"node": "n2", "declared": "dead", "reason": "…"}` you vouch that nothing runs on n2 any more',
         ]
     return _page(lines)
 
@@ -126,10 +126,10 @@ def current_details(job: JobState, now: datetime) -> str:
 def _answers(job: JobState) -> list[str]:
     lines = []
     if job.phase is Phase.WAITING_FOR_PERSON:
-        said = '`{"decision": "approve", "because": "…", "by": "you"}`'
+        said = '`{"decision": "approve", "reason": "…", "by": "you"}`'
         lines += [f"- the update `answer` {said} launches a new generation; `deny` ends the job, `snooze` and `take-over` give you time"]
     for one in job.leaving[:MOST_INCIDENTS] if pending(job) else ():
-        said = f'`{{"decision": "approve", "node": "{one.node}", "because": "…", "by": "you"}}`'
+        said = f'`{{"decision": "approve", "node": "{one.node}", "reason": "…", "by": "you"}}`'
         lines += [f"- the update `answer` {said} has it leave {one.node} at once; `deny`: not before {_clock(one.until)}"]
     return lines
 
@@ -145,12 +145,12 @@ def repair_details(repair: RepairState, step: Step, course: Course | None = None
     """
     match step:
         case Finish():
-            doing = f"{step.outcome}: {step.because}"
+            doing = f"{step.outcome}: {step.reason}"
         case AskPerson():
             doing = f"it waits for somebody who approves or denies, until {_clock(step.until)}; without an answer it is not done"
         case _:
-            doing = waits or step.because
-    lines = [f"## {repair.strategy} of {repair.node}", "", f"**Why** {repair.because} (ordered by {repair.by})", "", f"**Now** {doing}", ""]
+            doing = waits or step.reason
+    lines = [f"## {repair.strategy} of {repair.node}", "", f"**Why** {repair.reason} (ordered by {repair.by})", "", f"**Now** {doing}", ""]
     if not isinstance(step, Finish):
         lines += [f"**Ends** by itself at {_clock(repair.deadline)}", ""]
     if repair.boot_id:
@@ -158,7 +158,7 @@ def repair_details(repair: RepairState, step: Step, course: Course | None = None
     lines += _looked(repair.health)
     lines += _steps((*(course.log if course is not None else ()), *repair.log))
     if isinstance(step, AskPerson):
-        answer = '`{"decision": "approve", "because": "…", "by": "you"}`'
+        answer = '`{"decision": "approve", "reason": "…", "by": "you"}`'
         lines += ["### It waits for you", "", f"Send the update `answer` from this page, {answer} or `deny`."]
     if waits:
         lines += [
@@ -174,12 +174,12 @@ def course_details(course: Course, step: Treatment, by: str, deadline: datetime)
     """The page of a repair for which an examination says what is done, while it is not done. Markdown."""
     match step:
         case Finish():
-            doing = f"{step.outcome}: {step.because}"
+            doing = f"{step.outcome}: {step.reason}"
         case Examine():
-            doing = f"it is examined{f' again in {duration(step.after)}' if step.after else ''}: {step.because}"
+            doing = f"it is examined{f' again in {duration(step.after)}' if step.after else ''}: {step.reason}"
         case _:
-            doing = f"{step.strategy}: {step.because}"
-    lines = [f"## Examination of {course.node}", "", f"**Why** {course.because} (ordered by {by})", "", f"**Now** {doing}", ""]
+            doing = f"{step.strategy}: {step.reason}"
+    lines = [f"## Examination of {course.node}", "", f"**Why** {course.reason} (ordered by {by})", "", f"**Now** {doing}", ""]
     if not isinstance(step, Finish):
         lines += [f"**Ends** by itself at {_clock(deadline)}", ""]
     return _page([*lines, *_looked(course.health), *_steps(course.log)])
@@ -188,11 +188,11 @@ def course_details(course: Course, step: Treatment, by: str, deadline: datetime)
 def _looked(health: Health | None) -> list[str]:
     if health is None:
         return []
-    return [f"**Last look** {health.verdict}: {health.because}", "", *(f"- {one.code}: {one.because}" for one in health.findings[:16])]
+    return [f"**Last look** {health.verdict}: {health.reason}", "", *(f"- {one.code}: {one.reason}" for one in health.findings[:16])]
 
 
 def _steps(log: tuple[StepRecord, ...]) -> list[str]:
-    return ["", "### Steps", "", *(f"- {_clock(one.at)} **{one.what}** {one.because}" for one in log), ""] if log else []
+    return ["", "### Steps", "", *(f"- {_clock(one.at)} **{one.what}** {one.reason}" for one in log), ""] if log else []
 
 
 def _page(lines: list[str]) -> str:

@@ -13,7 +13,7 @@ from temporalio.api.workflowservice.v1 import RegisterNamespaceRequest
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.config import Mistake, read_settings
+from relaunch.config import ConfigError, read_settings
 from relaunch.interpreter import leave
 from relaunch.temporal import RETENTION, connect, ensure_namespace
 
@@ -49,7 +49,7 @@ async def prepare(client: Client, known_within: float = KNOWN_WITHIN) -> str:
                 raise
             if time.monotonic() > deadline:
                 late = f"namespace {client.namespace} is registered, but the server did not know it within {known_within:g} s"
-                raise Mistake(late) from None
+                raise ConfigError(late) from None
         await asyncio.sleep(AGAIN_AFTER)
 
 
@@ -57,7 +57,7 @@ async def main() -> int:
     try:
         client = await connect(read_settings().state)
         found = await prepare(client)
-    except Mistake as mistake:
+    except ConfigError as mistake:
         sys.stderr.write(f"namespace.py: {mistake}\n")
     except RPCError as error:
         sys.stderr.write(f"namespace.py: the Temporal server refuses: {error.message} ({error.status.name})\n")

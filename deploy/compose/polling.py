@@ -16,7 +16,7 @@ from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from relaunch.config import Mistake, read_settings
+from relaunch.config import ConfigError, read_settings
 from relaunch.interpreter import leave
 from relaunch.temporal import connect
 
@@ -53,7 +53,7 @@ async def main() -> int:
         settings = read_settings()
         client = await connect(settings.state)
         last = await last_poll(client, settings.task_queue, socket.gethostname())
-    except Mistake as mistake:
+    except ConfigError as mistake:
         against: str | None = str(mistake)
     except RPCError as error:
         against = f"the Temporal server does not answer: {error.message} ({error.status.name})"

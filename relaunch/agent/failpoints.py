@@ -15,7 +15,7 @@ def cut(state: Path, way: str) -> bool:
         return False
 
 
-def pass_by(state: Path, name: str) -> None:
+def reach_failpoint(state: Path, name: str) -> None:
     """Die here by SIGKILL if the failpoint of this name is set; it is spent by that."""
     try:
         os.unlink(state / "failpoints" / name)

@@ -20,9 +20,9 @@ Order = Tuple[int, int]
 class Refused(Exception):
     """An order that this node will not carry out, and why."""
 
-    def __init__(self, why: str, because: str, **extra: Any) -> None:
-        super().__init__(because)
-        self.answer: Json = {"outcome": "refused", "why": why, "because": because, **extra}
+    def __init__(self, why: str, reason: str, **extra: Any) -> None:
+        super().__init__(reason)
+        self.answer: Json = {"outcome": "refused", "why": why, "reason": reason, **extra}
 
 
 class NoAnswer(Exception):

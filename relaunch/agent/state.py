@@ -26,8 +26,8 @@ KEPT_GENERATIONS = 10
 """Enough to look back over a bad night; each is a few files and the logs."""
 
 
-def _refuse(because: str) -> NoReturn:
-    raise Refused("cannot_start", because)
+def _refuse(reason: str) -> NoReturn:
+    raise Refused("cannot_start", reason)
 
 
 def _machine_id() -> str:

@@ -116,7 +116,7 @@ class Holder(_Answer):
 
 class RefusalAnswer(_Answer):
     why: Word
-    because: Reason
+    reason: Reason
     highest: Pair | None = None
     boot_id: BootId | None = None
     held: Holder | None = None
@@ -306,11 +306,11 @@ class RankExitedLine(ObservationHead):
 
 class FencedLine(ObservationHead):
     why: Word
-    because: Reason = ""
+    reason: Reason = ""
 
 
 class ReasonLine(ObservationHead):
-    because: Reason = ""
+    reason: Reason = ""
     kernel: Lines | None = None
     kernel_unreadable: Reason | None = None
 

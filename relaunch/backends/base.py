@@ -31,10 +31,10 @@ def identity(namespace: str, fleet: str, server: str) -> str:
 
 
 class BackendError(Exception):
-    def __init__(self, node: str, because: str) -> None:
-        super().__init__(f"node {node}: {because}")
+    def __init__(self, node: str, reason: str) -> None:
+        super().__init__(f"node {node}: {reason}")
         self.node = node
-        self.because = because
+        self.reason = reason
 
 
 class Unreachable(BackendError):
@@ -50,7 +50,7 @@ class Refused:
     node: str
     why: str
     """The agent's word for it; docs/reference/agent-protocol.md has the list."""
-    because: str
+    reason: str
     highest: tuple[int, int] | None = None
     boot_id: str | None = None
     """Where `why` is boot_changed: the present one."""
@@ -264,7 +264,7 @@ class Backend(Protocol):
         """Reset GPUs, by bus id, or all of them where none is named, if the node still has this boot id and nothing uses them."""
         ...
 
-    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
         """Tell the node to reboot, if it still has this boot id and nothing lives there. Another boot id afterwards is the only proof."""
         ...
 

@@ -72,7 +72,7 @@ class Link:
         self._newest = 0
         self._inboxes: dict[int, Inbox] | None = {}
         """Who waits for what; None: it has ended."""
-        self._because: str | None = None
+        self._reason: str | None = None
         """Why it was broken off, where that was done here."""
         self._heard_at = 0.0
         self._in_vain = 0
@@ -80,12 +80,12 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        return self._inboxes is not None and self._because is None and self._pipe.ended is None
+        return self._inboxes is not None and self._reason is None and self._pipe.ended is None
 
     @property
-    def because(self) -> str:
+    def reason(self) -> str:
         """Why it has ended."""
-        return self._because or self._pipe.ended or "the session has ended"
+        return self._reason or self._pipe.ended or "the session has ended"
 
     def begin(self) -> tuple[int, Inbox]:
         """Return a number for a command, and where its lines will be.
@@ -94,7 +94,7 @@ class Link:
             Unreachable: it has ended.
         """
         if self._inboxes is None or not self.alive:
-            raise Unreachable(self._node, self.because)
+            raise Unreachable(self._node, self.reason)
         self._newest = next(self._ids)
         inbox = self._inboxes[self._newest] = Inbox()
         return self._newest, inbox
@@ -107,13 +107,13 @@ class Link:
     async def send(self, message: Mapping[str, Any]) -> None:
         """Raises Unreachable: it has ended, or does not take the message."""
         if not self.alive:
-            raise Unreachable(self._node, self.because)
+            raise Unreachable(self._node, self.reason)
         try:
             async with asyncio.timeout(self._within):
                 await self._pipe.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         except TimeoutError:
             self.break_off(f"the node takes no orders since {self._within:g} s")
-            raise Unreachable(self._node, self.because) from None
+            raise Unreachable(self._node, self.reason) from None
         except ConnectionError as error:
             raise Unreachable(self._node, f"the session broke: {error}") from error
 
@@ -124,23 +124,23 @@ class Link:
             async with asyncio.timeout(within):
                 message = await inbox.get()
         except TimeoutError:
-            because = f"no answer to {doing} within {within:g} s"
+            reason = f"no answer to {doing} within {within:g} s"
             if self._silence_breaks and self._heard_at < began:
                 # What is on its way over this connection may come after minutes; another one may get through at once.
-                self.break_off(because)
-            raise Unreachable(self._node, because) from None
+                self.break_off(reason)
+            raise Unreachable(self._node, reason) from None
         if message is None:
-            raise Unreachable(self._node, f"{self.because} (during {doing})")
+            raise Unreachable(self._node, f"{self.reason} (during {doing})")
         return message
 
-    def break_off(self, because: str) -> None:
-        if self._because is None:
-            self._because = because
+    def break_off(self, reason: str) -> None:
+        if self._reason is None:
+            self._reason = reason
         self._pipe.kill()
 
     async def close(self) -> None:
         """End the session; nothing on the node ends with it."""
-        self._because = self._because or "the session was closed"
+        self._reason = self._reason or "the session was closed"
         self._pipe.end()
         await end(self._pipe, PARTING)
         await self._reader
@@ -154,8 +154,8 @@ class Link:
                 if not line:
                     break
                 self._heard_at = now = clock()
-                if (because := self._take(line, inboxes)) is not None:
-                    self.break_off(because)
+                if (reason := self._take(line, inboxes)) is not None:
+                    self.break_off(reason)
                     break
                 if now - since >= 1.0:
                     since, lines, size = now, 0, 0

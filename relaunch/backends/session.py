@@ -136,7 +136,7 @@ class AgentSession:
             answer = await self._call("list", {}, self._within)
         if answer["outcome"] == "refused":
             refused = self._refused("list", answer)
-            raise ProtocolError(self._node, f"list changes nothing and was refused: {refused.because}")
+            raise ProtocolError(self._node, f"list changes nothing and was refused: {refused.reason}")
         return answer
 
     async def logs(self, token: Token, offsets: Mapping[int, int] | None, max_bytes: int, wait: float, tail: int | None) -> Logs | Refused:
@@ -183,8 +183,8 @@ class AgentSession:
     ) -> Mapping[str, Any]:
         answer = await self._call(command, order, within + self._within)
         if answer["outcome"] == "refused":
-            because = self._refused(command, answer).because
-            raise ProtocolError(self._node, f"{command} changes nothing and was refused: {because}")
+            reason = self._refused(command, answer).reason
+            raise ProtocolError(self._node, f"{command} changes nothing and was refused: {reason}")
         answers.parse(self._node, command, schema, answer)
         return answer
 
@@ -202,8 +202,8 @@ class AgentSession:
             return self._refused("reset-gpus", answer)
         return answers.check_output(self._node, "reset-gpus", answer, "output")
 
-    async def reboot(self, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
-        answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "because": because, **_whose(fleet)}, 2 * self._within)
+    async def reboot(self, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+        answer = await self._call("reboot", {"id": id, "boot_id": boot_id, "reason": reason, **_whose(fleet)}, 2 * self._within)
         if answer["outcome"] == "refused":
             return self._refused("reboot", answer)
         answers.parse(self._node, "reboot", answers.BootAnswer, answer)
@@ -252,7 +252,7 @@ class AgentSession:
         if not isinstance(last, Mapping) or last.get("outcome") not in ("done", "refused"):
             raise ProtocolError(self._node, f"{command} answered {str(last)[:200]!r}, expected an outcome")
         if last["outcome"] == "refused" and last.get("why") in ("bad_order", "protocol"):
-            raise ProtocolError(self._node, self._refused(command, last).because)
+            raise ProtocolError(self._node, self._refused(command, last).reason)
         return last
 
     @asynccontextmanager
@@ -316,7 +316,7 @@ class AgentSession:
         return Refused(
             self._node,
             refusal.why,
-            refusal.because,
+            refusal.reason,
             (highest[0], highest[1]) if highest else None,
             refusal.boot_id,
             refusal.held.id if refusal.held else None,
@@ -358,7 +358,7 @@ class AgentWatch:
 def _refusal(line: bytes) -> str:
     """Why an agent that can open no session says it cannot, if it says so."""
     try:
-        because = json.loads(line)["because"]
+        reason = json.loads(line)["reason"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return str(because)[:400]
+    return str(reason)[:400]

@@ -83,8 +83,8 @@ class SessionBackend(ABC):
     ) -> Mapping[str, Any] | Refused:
         return await self._session(node).reset_gpus(id, boot_id, gpus, within, fleet)
 
-    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
-        return await self._session(node).reboot(id, boot_id, because, fleet)
+    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+        return await self._session(node).reboot(id, boot_id, reason, fleet)
 
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}

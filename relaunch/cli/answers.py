@@ -1,4 +1,4 @@
-"""Answers what a job or a repair asks of people. Every refusal is a `Mistake`: one sentence, nothing changed."""
+"""Answers what a job or a repair asks of people. Every refusal is a `ConfigError`: one sentence, nothing changed."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from temporalio.service import RPCError, RPCStatusCode
 from relaunch.cli.client import whoami
 from relaunch.cli.jobs import QUERY_WITHIN, handle_of, look
 from relaunch.cli.repairs import repair_id
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.jobs import AnswerMessage, explain
 
 
-async def for_job(client: Client, job: str, decision: str, because: str, within: str | None = None, node: str | None = None) -> str:
+async def for_job(client: Client, job: str, decision: str, reason: str, within: str | None = None, node: str | None = None) -> str:
     """Answer what a job asks, or the repair that it waits for; with a node, whoever wants that of the job. Return a sentence that says
     what comes of it.
 
     Raises:
         Mistake: this is no answer, or nothing is asked.
     """
-    message = _message(decision, because, within, node)
+    message = _message(decision, reason, within, node)
     state = (await look(client, job)).state
     if state is None:
-        raise Mistake(f"job {job}: no worker answers: start a worker and say it again")
+        raise ConfigError(f"job {job}: no worker answers: start a worker and say it again")
     if state.phase is Phase.REPAIRING and state.tries and decision in ("approve", "deny") and not message.node:
         return await _answer_repairs(client, job, state, message)
     told = await _update(client, handle_of(client, job).id, message)
     if told.refused:
-        raise Mistake(told.refused)
+        raise ConfigError(told.refused)
     return f"job {job}: {told.said}"
 
 
@@ -41,18 +41,18 @@ async def _answer_repairs(client: Client, job: str, state: JobState, message: An
     outcomes = await asyncio.gather(*(_answer_repair(client, repair_id(state.spec.fleet, node), message) for node in nodes))
     told = [node for node, why in zip(nodes, outcomes, strict=True) if not why]
     if not told:
-        raise Mistake(f"job {job}: {next(why for why in outcomes if why)}")
+        raise ConfigError(f"job {job}: {next(why for why in outcomes if why)}")
     return f"{message.decision}: told the repair of {', '.join(told)}"
 
 
-async def for_node(client: Client, fleet: str, node: str, decision: str, because: str) -> None:
+async def for_node(client: Client, fleet: str, node: str, decision: str, reason: str) -> None:
     """Approve or deny what the repair of one node asks, whoever ordered it.
 
     Raises:
         Mistake: there is no repair of it under way, or it asks nothing.
     """
-    if why := await _answer_repair(client, repair_id(fleet, node), _message(decision, because, None)):
-        raise Mistake(f"node {node}: {why}")
+    if why := await _answer_repair(client, repair_id(fleet, node), _message(decision, reason, None)):
+        raise ConfigError(f"node {node}: {why}")
 
 
 async def _answer_repair(client: Client, id_: str, message: AnswerMessage) -> str:
@@ -84,16 +84,18 @@ async def _update(client: Client, id_: str, message: AnswerMessage) -> Told:
         return Told(refused="it has ended", missing=True)
 
 
-def _message(decision: str, because: str, within: str | None, node: str | None = None) -> AnswerMessage:
+def _message(decision: str, reason: str, within: str | None, node: str | None = None) -> AnswerMessage:
     if decision not in ("approve", "deny", "snooze", "take-over"):
-        raise Mistake(f"{decision!r} is no answer, expected approve, deny, snooze or take-over")
+        raise ConfigError(f"{decision!r} is no answer, expected approve, deny, snooze or take-over")
     if within is not None and decision != "snooze":
-        raise Mistake(f"--within {within} is how long a snooze lasts: expected snooze with it, not {decision}")
+        raise ConfigError(f"--within {within} is how long a snooze lasts: expected snooze with it, not {decision}")
     if node is not None and decision not in ("approve", "deny"):
-        raise Mistake(f"--node {node} is left or is not: expected approve (at once) or deny (when it has to be) with it, not {decision}")
-    said = {"decision": decision, "because": because, "by": whoami(), **({"within": within} if within is not None else {})}
+        raise ConfigError(
+            f"--node {node} is left or is not: expected approve (at once) or deny (when it has to be) with it, not {decision}"
+        )
+    said = {"decision": decision, "reason": reason, "by": whoami(), **({"within": within} if within is not None else {})}
     said |= {"node": node} if node is not None else {}
     try:
         return AnswerMessage.model_validate(said)
     except ValidationError as error:
-        raise Mistake(f"--{explain(error)}") from None
+        raise ConfigError(f"--{explain(error)}") from None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relaunch.cli.nodes import nodes_app
-from relaunch.cli.terminal import Because, Job, Json, Why, print_json, say, with_client
-from relaunch.config import Mistake, Settings, read_settings
+from relaunch.cli.terminal import Job, Json, Reason, RequiredReason, print_json, say, with_client
+from relaunch.config import ConfigError, Settings, read_settings
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -88,7 +88,7 @@ def submit(
     nproc: Annotated[int | None, typer.Option(help="Instead of the file's nproc_per_node.")] = None,
     policy: Annotated[str | None, typer.Option(help="A preset or a file, instead of the file's.")] = None,
     fleet: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
-    because: Because = "",
+    reason: Reason = "",
     follow: Annotated[bool, typer.Option(help="Stay until it ends; exit with its exit code.")] = False,
 ) -> None:
     """Start the job of a file."""
@@ -100,7 +100,7 @@ def submit(
     async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import submit
 
-        await submit.submit(client, settings.task_queue, spec, resolved, because)
+        await submit.submit(client, settings.task_queue, spec, resolved, reason)
         print(f"job {spec.name} submitted: {spec.size}", flush=True)
         if not follow:
             return 0
@@ -208,32 +208,32 @@ def stacks(
 
 
 @app.command()
-def cancel(job: Job, because: Because = "") -> None:
+def cancel(job: Job, reason: Reason = "") -> None:
     """Stop every rank of a job and end it as CANCELLED."""
     from relaunch.cli import jobs
 
-    with_client(lambda client, _: jobs.cancel(client, job, because))
+    with_client(lambda client, _: jobs.cancel(client, job, reason))
     print(f"job {job} is being cancelled")
 
 
 @app.command()
 def retry(
     job: Job,
-    because: Because = "",
+    reason: Reason = "",
     avoid: Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that is not used again.")] = None,
     renew_budgets: Annotated[bool, typer.Option("--renew-budgets", help="Forget what was spent.")] = False,
 ) -> None:
     """Launch a running job anew, or start one that has ended again with its history."""
     from relaunch.cli import submit
 
-    print(with_client(lambda client, s: submit.retry(client, s.task_queue, job, because, tuple(avoid or ()), renew_budgets)))
+    print(with_client(lambda client, s: submit.retry(client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets)))
 
 
 @app.command()
 def answer(
     job: Job,
     decision: Annotated[str, typer.Argument(metavar="approve|deny|snooze|take-over")],
-    because: Why,
+    reason: RequiredReason,
     within: Annotated[str | None, typer.Option(metavar="DURATION", help="With snooze: when it is asked again; default 1h.")] = None,
     node: Annotated[
         str | None, typer.Option(metavar="NODE", help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.")
@@ -243,7 +243,7 @@ def answer(
     With --node, answer whoever wants that node of the job."""
     from relaunch.cli import answers
 
-    print(with_client(lambda client, _: answers.for_job(client, job, decision, because, within, node)))
+    print(with_client(lambda client, _: answers.for_job(client, job, decision, reason, within, node)))
 
 
 @policy_app.command("presets")
@@ -282,7 +282,7 @@ def explain_policy(
 @policy_app.command("change")
 def change_policy(
     job: Job,
-    because: Why,
+    reason: RequiredReason,
     file: Annotated[str | None, typer.Argument(metavar="FILE|PRESET")] = None,
     values: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as max_restarts=12.")] = None,
 ) -> None:
@@ -290,7 +290,7 @@ def change_policy(
     from relaunch.cli import policies
 
     changes = policies.read_changes(file, values or [])
-    print("\n".join(with_client(lambda client, _: policies.change(client, job, changes, because))))
+    print("\n".join(with_client(lambda client, _: policies.change(client, job, changes, reason))))
 
 
 @policy_app.command("replay")
@@ -305,7 +305,7 @@ def replay_policy(
     from relaunch.cli import policies
 
     if (history is None) == (events is None) or (run_id and events):
-        raise Mistake("policy replay: expected --history JOB [--run RUN_ID], or --events FILE.jsonl, and not both")
+        raise ConfigError("policy replay: expected --history JOB [--run RUN_ID], or --events FILE.jsonl, and not both")
     known = policies.read(policy)
     if events is not None:
         trial = policies.try_on_events(known, events)
@@ -342,7 +342,7 @@ def main() -> int:
         app(prog_name="relaunch")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except Mistake as mistake:
+    except ConfigError as mistake:
         say(str(mistake))
         return BAD_INPUT
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetNode, FleetSpec
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Seen:
 
     node: FleetNode
     step: Step = Step.KEY
-    because: str = ""
+    reason: str = ""
     """Why it went no further than `step`."""
     key: HostKey | None = None
     """None where nodes have none: they are on this machine."""
@@ -62,7 +62,7 @@ class Seen:
     probe: Mapping[str, Any] = field(default_factory=dict)
     """The answer to `probe`, with the exchange of times."""
     again: Mapping[str, Any] | None = None
-    """The answer to `meet`, in a login of its own; None: there was no second one, for the reason in `because`."""
+    """The answer to `meet`, in a login of its own; None: there was no second one, for the reason in `reason`."""
     neighbour: str = ""
     """Whom it was to get through to."""
 
@@ -91,13 +91,13 @@ def nodes_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[FleetNo
     """
     if spec.backend == "ecs":
         instead = f"expected `relaunch nodes check NODE --fleet {spec.name}`, which asks a running worker to look"
-        raise Mistake(f"{file}: container instances of ECS are not logged in to: {instead}")
+        raise ConfigError(f"{file}: container instances of ECS are not logged in to: {instead}")
     if spec.backend not in ("local", "ssh"):
-        raise Mistake(f"{file}: nodes of the backend {spec.backend!r} are not reached from here: expected local or ssh")
+        raise ConfigError(f"{file}: nodes of the backend {spec.backend!r} are not reached from here: expected local or ssh")
     known = {node.name: node for node in spec.nodes}
     for name in names:
         if name not in known:
-            raise Mistake(f"{file} has no node {name!r}: it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}")
+            raise ConfigError(f"{file} has no node {name!r}: it has {', '.join(list(known)[:8])}{', …' if len(known) > 8 else ''}")
     return tuple(node for node in spec.nodes if node.name in names or not names)
 
 
@@ -151,18 +151,18 @@ def _open(spec: FleetSpec, file: Path, state: Path, agent: Path) -> SessionBacke
 
     known = spec.ssh.known_hosts
     if known is not None and not Path(known).expanduser().exists():
-        raise Mistake(f"{file}: ssh: known_hosts: {known} is not there: `relaunch nodes trust --file {file}` writes it")
+        raise ConfigError(f"{file}: ssh: known_hosts: {known} is not there: `relaunch nodes trust --file {file}` writes it")
     try:
         return SshBackend(spec, agent)
     except ValueError as error:
-        raise Mistake(f"{file}: {error}") from None
+        raise ConfigError(f"{file}: {error}") from None
 
 
 async def _first(backend: SessionBackend, spec: FleetSpec, seen: Seen, stay: float) -> None:
     from relaunch.backends.base import BackendError
 
     name = seen.node.name
-    if seen.because:
+    if seen.reason:
         return
     try:
         seen.step = Step.LOGIN
@@ -180,7 +180,7 @@ async def _first(backend: SessionBackend, spec: FleetSpec, seen: Seen, stay: flo
         seen.probe = {**seen.probe, "exchange": {"sent": sent, "received": time.time()}}
         seen.step = Step.DONE
     except BackendError as error:
-        seen.because = error.because
+        seen.reason = error.reason
         if spec.backend == "ssh":
             _say_which(error, seen)
     if spec.backend == "ssh":
@@ -196,11 +196,11 @@ async def _ask_for_keys(spec: FleetSpec, each: Callable[[Callable[[Seen], Awaita
     async def ask(seen: Seen) -> None:
         try:
             seen.key = await host_key(spec, seen.node, gates)
-            seen.because = seen.key.because
+            seen.reason = seen.key.reason
         except Unreachable as error:
-            seen.because = error.because
+            seen.reason = error.reason
         except ValueError as error:
-            seen.because = str(error)
+            seen.reason = str(error)
 
     await each(ask)
 
@@ -230,7 +230,7 @@ async def _second(backend: SessionBackend, seen: Seen, neighbour: Seen | None) -
     try:
         seen.again = await backend.meet(seen.node.name, order, WITHIN)
     except BackendError as error:
-        seen.because = error.because
+        seen.reason = error.reason
 
 
 async def _end(backend: SessionBackend, seen: Seen) -> None:
@@ -255,7 +255,7 @@ class NoKey:
     """A node that could not be asked for its host key."""
 
     node: str
-    because: str
+    reason: str
 
 
 async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[HostKey | NoKey, ...]:
@@ -265,11 +265,11 @@ async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[Ho
         Mistake: the fleet has none, or what the fleet file names cannot be used.
     """
     from relaunch.backends.base import Unreachable
-    from relaunch.backends.ssh.route import ConfigError, check
+    from relaunch.backends.ssh.route import SshConfigError, check
     from relaunch.backends.ssh.trust import Gates, host_key
 
     if spec.backend != "ssh":
-        raise Mistake(f"{file}: nodes of the backend {spec.backend!r} have no host keys: expected the backend ssh")
+        raise ConfigError(f"{file}: nodes of the backend {spec.backend!r} have no host keys: expected the backend ssh")
     nodes = nodes_of(spec, file, names)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE))
     gate, gates = asyncio.Semaphore(AT_ONCE), Gates()
@@ -279,14 +279,14 @@ async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[Ho
             try:
                 return await host_key(spec, node, gates)
             except Unreachable as error:
-                return NoKey(node.name, error.because)
+                return NoKey(node.name, error.reason)
 
     try:
         # Not a known_hosts that is still to be written: that is what this is for.
         check(spec.ssh.model_copy(update={"known_hosts": None, "key": None}), nodes)
         return tuple(await asyncio.gather(*(one(node) for node in nodes)))
-    except ConfigError as error:
-        raise Mistake(f"{file}: {error}") from None
+    except SshConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def remember(key: HostKey) -> None:
@@ -300,4 +300,4 @@ def remember(key: HostKey) -> None:
     try:
         trust.remember(key)
     except OSError as error:
-        raise Mistake(f"{key.file} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{key.file} cannot be written: {error.strerror}") from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from relaunch.cli.files import check_name
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.fields import parse_name
 from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
 
@@ -64,7 +64,7 @@ def fleet_file(cluster: str, region: str | None, name: str, task_definition: str
     nodes, left_out = sort_out(asyncio.run(_list(cluster, region)))
     if not nodes:
         why = f" ({'; '.join(left_out)})" if left_out else ""
-        raise Mistake(f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 instance{why}: expected at least one")
+        raise ConfigError(f"ECS cluster {cluster!r} has no ACTIVE container instance that is an EC2 instance{why}: expected at least one")
     return _written(cluster, region or nodes[0].arn.split(":")[3], name, task_definition, nodes, left_out)
 
 
@@ -76,7 +76,7 @@ def _check(cluster: str, name: str, task_definition: str | None) -> None:
     try:
         options(FleetSpec(name=name, backend="ecs", nodes=(FleetNode(name="any", address="i-00000000"),), ecs=ecs), {})
     except ValueError as error:
-        raise Mistake(str(error)) from None
+        raise ConfigError(str(error)) from None
 
 
 # --- what AWS says
@@ -102,7 +102,7 @@ async def _list(cluster: str, region: str | None) -> list[Found]:
             for reservation in await _pages(aws, "ec2", "DescribeInstances", "Reservations", "NextToken", Filters=filters):
                 machines.update(_machine(one) for one in reservation.get("Instances") or ())
     except AwsError as error:
-        raise Mistake(_cannot(cluster, region, error)) from None
+        raise ConfigError(_cannot(cluster, region, error)) from None
     finally:
         await aws.close()
     found = [
@@ -132,7 +132,7 @@ def _machine(raw: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
 def _cannot(cluster: str, region: str | None, error: AwsError) -> str:
     from relaunch.backends.ecs.aws import Kind
 
-    what = f"ECS cluster {cluster!r} cannot be read: {error.because.rstrip('.')}"
+    what = f"ECS cluster {cluster!r} cannot be read: {error.reason.rstrip('.')}"
     if error.code == "ClusterNotFoundException":
         return f"{what}: expected the name or ARN of a cluster of this account in {region or 'the region that boto3 finds (or --region)'}"
     if error.kind is Kind.DENIED and not error.code:
@@ -185,7 +185,7 @@ def _written(cluster: str, region: str, name: str, task_definition: str | None, 
     lines = [f"# Nodes of ECS cluster {short}, by `relaunch nodes discover`.", *_plain({"name": name, "backend": "ecs"}), "nodes:"]
     for one, called in zip(nodes, names([one.tag for one in nodes]), strict=True):
         lines.append(f"  - {_flow({'name': called, 'address': one.ec2_id, 'gpus': one.gpus})}{_remark(one)}")
-    lines += [f"# left out: {because}" for because in left_out]
+    lines += [f"# left out: {reason}" for reason in left_out]
     rank = {} if task_definition is None else {"task_definition": task_definition}
     # The family that deploy/ecs/relaunch.yaml makes; whoever has another one writes it here.
     ecs = {"cluster": cluster, "region": region, **rank, "node_task": f"relaunch-node-{short}"}

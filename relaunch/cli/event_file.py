@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
 from relaunch.fields import parse_duration
 from relaunch.job import events
@@ -34,7 +34,7 @@ LONGEST = timedelta(days=3650)
 UNNAMED = {"name": "job", "command": ["train"]}
 WITHOUT_JOB = {**UNNAMED, "nodes": 2, "nproc_per_node": 8}
 
-BECAUSE = {"RanksHung": "training stands still", "NodeUnreachable": "no answer", "RepairEnded": "as written"}
+DEFAULT_REASONS = {"RanksHung": "training stands still", "NodeUnreachable": "no answer", "RepairEnded": "as written"}
 
 Line = dict[str, Any]
 
@@ -69,7 +69,7 @@ def read_events(path: Path, policy: Policy) -> EventFile:
     """
     lines = list(_lines(path))
     if not lines:
-        raise Mistake(f'{path}:1: the file is empty: expected an event a line, such as {{"at": "5m", "kind": "RankExited", …}}')
+        raise ConfigError(f'{path}:1: the file is empty: expected an event a line, such as {{"at": "5m", "kind": "RankExited", …}}')
     spec = JobSpec.model_validate(WITHOUT_JOB)
     if "job" in lines[0][1]:
         spec = _job(*lines[0])
@@ -82,7 +82,7 @@ def read_events(path: Path, policy: Policy) -> EventFile:
     for (where, line), time in zip(lines, times, strict=True):
         at = start + time if isinstance(time, timedelta) else time
         if steps and at < steps[-1].at:
-            raise Mistake(
+            raise ConfigError(
                 f"{where}: at: {line['at']} is before {before}, the time of the line above: lines stand in the order of their times"
             )
         before = line["at"]
@@ -94,9 +94,9 @@ def _lines(path: Path) -> Iterator[tuple[str, Line]]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise Mistake(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise Mistake(f"{path} is not a text file: expected one JSON object a line") from None
+        raise ConfigError(f"{path} is not a text file: expected one JSON object a line") from None
     for number, raw in enumerate(text.splitlines(), start=1):
         if not raw.strip():
             continue
@@ -104,51 +104,51 @@ def _lines(path: Path) -> Iterator[tuple[str, Line]]:
         try:
             line = json.loads(raw)
         except ValueError as error:
-            raise Mistake(f"{where}: not JSON: {error}") from None
+            raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(line, dict):
-            raise Mistake(f'{where}: {raw.strip()[:60]!r} is no JSON object: expected one, such as {{"at": "5m", "kind": …}}')
+            raise ConfigError(f'{where}: {raw.strip()[:60]!r} is no JSON object: expected one, such as {{"at": "5m", "kind": …}}')
         yield where, line
 
 
 def _job(where: str, line: Line) -> JobSpec:
     if len(line) > 1 or not isinstance(line["job"], dict):
-        raise Mistake(f"{where}: job: expected an object with keys of a job file, and nothing beside it")
+        raise ConfigError(f"{where}: job: expected an object with keys of a job file, and nothing beside it")
     try:
         return JobSpec.model_validate({**UNNAMED, **line["job"]})
     except ValidationError as error:
-        raise Mistake(f"{where}: job.{_explain(error)}") from None
+        raise ConfigError(f"{where}: job.{_explain(error)}") from None
 
 
 def _time(where: str, line: Line) -> datetime | timedelta:
     written = line.get("at")
     expected = "expected a duration from the start such as 5m, or a time such as 2026-01-01T12:00:00Z"
     if "job" in line:
-        raise Mistake(f"{where}: job: only the first line describes the job")
+        raise ConfigError(f"{where}: job: only the first line describes the job")
     if written is None:
-        raise Mistake(f"{where}: at: missing, {expected}")
+        raise ConfigError(f"{where}: at: missing, {expected}")
     if isinstance(written, str) and re.match(r"\d{4}-", written):
         try:
             at = datetime.fromisoformat(written)
         except ValueError:
-            raise Mistake(f"{where}: at: {written!r} is no time: {expected}") from None
+            raise ConfigError(f"{where}: at: {written!r} is no time: {expected}") from None
         if not 1970 <= at.year <= 2200:
-            raise Mistake(f"{where}: at: {written!r} is no time that a job ran at: {expected}")
+            raise ConfigError(f"{where}: at: {written!r} is no time that a job ran at: {expected}")
         return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
     try:
         after = parse_duration(written)
     except ValueError as error:
-        raise Mistake(f"{where}: at: {error}") from None
+        raise ConfigError(f"{where}: at: {error}") from None
     except OverflowError:
         after = None
     if not isinstance(after, timedelta) or after > LONGEST:
-        raise Mistake(f"{where}: at: {written!r} is no time: {expected}")
+        raise ConfigError(f"{where}: at: {written!r} is no time: {expected}")
     return after
 
 
 def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) -> events.Event:
     kind = line.get("kind")
     if not isinstance(kind, str | None):
-        raise Mistake(f"{where}: kind: {kind!r} is no word")
+        raise ConfigError(f"{where}: kind: {kind!r} is no word")
     written = {key: value for key, value in line.items() if key not in ("at", "kind")}
     if kind in OBSERVATIONS:
         observation = _observation(where, {"kind": kind, **written}, at, spec)
@@ -157,7 +157,7 @@ def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) 
         known = (*EVENTS, *OBSERVATIONS)
         near = difflib.get_close_matches(str(kind), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
-        raise Mistake(f"{where}: kind: missing, {hint}" if kind is None else f"{where}: kind: {kind!r} is unknown, {hint}")
+        raise ConfigError(f"{where}: kind: missing, {hint}" if kind is None else f"{where}: kind: {kind!r} is unknown, {hint}")
     if kind in ("ProgressSeen", "StepReached"):
         kind = "ProgressSeen"  # that the step was waited for follows from it
     if kind == "FaultObserved" and isinstance(written.get("observations"), list):
@@ -165,18 +165,18 @@ def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) 
     if kind == "NodesAcquired" and isinstance(names := written.pop("nodes", None), list):
         written["slots"] = [dataclasses.asdict(Slot(str(name), str(name), started=1)) for name in names]
     if kind == "NodesExamined" and isinstance(found := written.get("examined"), dict):
-        written["examined"] = [{"node": node, "verdict": verdict, "because": "as written"} for node, verdict in found.items()]
+        written["examined"] = [{"node": node, "verdict": verdict, "reason": "as written"} for node, verdict in found.items()]
     return _made(where, {"kind": kind, **written}, at, policy)
 
 
 def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
     if not isinstance(written, dict) or str(written.get("kind")) not in OBSERVATIONS:
-        raise Mistake(f"{where}: observations: each is an object whose kind is one of {', '.join(OBSERVATIONS)}")
+        raise ConfigError(f"{where}: observations: each is an object whose kind is one of {', '.join(OBSERVATIONS)}")
     kind = OBSERVATIONS[written["kind"]]
     if isinstance(written.get("error"), str):
         written = {**written, "error": {"message": written["error"]}}
     if kind is RankExited and "exit_code" not in written and "signal" not in written:
-        raise Mistake(f"{where}: exit_code: missing, expected it or signal")
+        raise ConfigError(f"{where}: exit_code: missing, expected it or signal")
     rank = written.get("rank")
     defaults = {
         "at": at,
@@ -184,7 +184,7 @@ def _observation(where: str, written: Any, at: datetime, spec: JobSpec) -> Line:
         "exit_code": None,
         "signal": None,
         "why": "isolated",
-        "because": "the ranks are gone and nobody saw how" if kind is RanksVanished else "nobody could be asked",
+        "reason": "the ranks are gone and nobody saw how" if kind is RanksVanished else "nobody could be asked",
     }
     fields = {field.name: field for field in dataclasses.fields(kind)}
     _refuse_unknown(where, written, list(fields))
@@ -204,7 +204,7 @@ def _made(where: str, written: Line, at: datetime, policy: Policy) -> events.Eve
         "started_at": at,
         "more": 0,
         "by": "",
-        "because": "" if "by" in fields else BECAUSE.get(written["kind"], "no reason given"),
+        "reason": "" if "by" in fields else DEFAULT_REASONS.get(written["kind"], "no reason given"),
         "ranks": [],
         "unreachable": [],
         "started": False,
@@ -226,7 +226,7 @@ def _made(where: str, written: Line, at: datetime, policy: Policy) -> events.Eve
     try:
         return _ANY_EVENT.validate_python(values)
     except ValidationError as error:
-        raise Mistake(f"{where}: {_explain(error, written['kind'])}") from None
+        raise ConfigError(f"{where}: {_explain(error, written['kind'])}") from None
 
 
 def _duration(where: str, values: Line, key: str) -> Line:
@@ -235,14 +235,14 @@ def _duration(where: str, values: Line, key: str) -> Line:
     try:
         return {**values, key: parse_duration(values[key])}
     except (ValueError, OverflowError) as error:
-        raise Mistake(f"{where}: {key}: {error}") from None
+        raise ConfigError(f"{where}: {key}: {error}") from None
 
 
 def _refuse_missing(where: str, values: Line, fields: Mapping[str, dataclasses.Field[Any]]) -> None:
     for key, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if key not in values and not has_default:
-            raise Mistake(f"{where}: {key}: missing in {values['kind']}")
+            raise ConfigError(f"{where}: {key}: missing in {values['kind']}")
 
 
 def _refuse_unknown(where: str, written: Line, known: list[str]) -> None:
@@ -250,7 +250,7 @@ def _refuse_unknown(where: str, written: Line, known: list[str]) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"{written['kind']} has {', '.join(one for one in known if one != 'kind')}"
-            raise Mistake(f"{where}: {key}: unknown key, {hint}")
+            raise ConfigError(f"{where}: {key}: unknown key, {hint}")
 
 
 def _explain(error: ValidationError, kind: str = "") -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.cli.policy_views import WIDTH, first, first_rung
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.evidence.catalog import Catalog, catalog
 from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.findings import Finding, Role
@@ -35,7 +35,7 @@ class Found:
 class Explanation:
     found: tuple[Found, ...]
     cause: Cause | None
-    because: str
+    reason: str
     more: dict[str, Any]
     """Keys of the JSON that only this kind of evidence has."""
     head: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def read_text(path: str) -> str:
     try:
         return Path(path).read_bytes().decode(errors="replace")
     except OSError as error:
-        raise Mistake(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) -> Explanation:
@@ -69,7 +69,7 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
         Mistake: there is no such kind, or what is given cannot be read.
     """
     if exit_code is not None and kind != "dcgm":
-        raise Mistake(f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended")
+        raise ConfigError(f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended")
     match kind:
         case "xid":
             return explain_xid(what, policy)
@@ -81,16 +81,16 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
             return explain_log(what, policy)
         case "kernel":
             return explain_kernel(what, policy)
-    raise Mistake(f"explain: {kind!r} is no kind of evidence: one of {', '.join(KINDS)}")
+    raise ConfigError(f"explain: {kind!r} is no kind of evidence: one of {', '.join(KINDS)}")
 
 
 def explain_xid(word: str, policy: Policy | None) -> Explanation:
     if not word.isascii() or not word.isdigit():
-        raise Mistake(f"explain xid: {word!r} is no number: expected one such as 79")
+        raise ConfigError(f"explain xid: {word!r} is no number: expected one such as 79")
     tables = _catalog(policy)
     row = tables.xids.get(int(word))
     if row is None:
-        raise Mistake(f"Xid {int(word)} is in no table of ours: as evidence it is a symptom and names no cause")
+        raise ConfigError(f"Xid {int(word)} is in no table of ours: as evidence it is a symptom and names no cause")
     finding = Finding("kernel", f"Xid {row.code}", row.role, row.meaning, row.cause)
     nvidia = {"mnemonic": row.mnemonic, "description": row.description, "action": row.action, "investigate": row.investigate}
     head = [f"Xid {row.code}  {row.mnemonic}".rstrip()]
@@ -114,14 +114,14 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
 
     signal = next((number for number, name in SIGNALS.items() if word.upper() in (name, name.removeprefix("SIG"))), None)
     if signal is None and not (word.isascii() and word.isdigit() and int(word) <= 255):
-        raise Mistake(f"explain exit: {word!r} is no exit: expected a code from 0 to 255, or a signal such as SIGSEGV")
+        raise ConfigError(f"explain exit: {word!r} is no exit: expected a code from 0 to 255, or a signal such as SIGSEGV")
     code = None if signal is not None else int(word)
     finding = read_exit(code, signal, stopped=False, kernel=(), pid=None, catalog=_catalog(policy))
-    head = _entry(f"{finding.code}  ", f"{_cause(finding)}: {finding.because}")
+    head = _entry(f"{finding.code}  ", f"{_cause(finding)}: {finding.reason}")
     foot = []
     if finding.code in ("SIGKILL", "exit 137"):
         foot = _entry("", "With the kernel's word that it killed the process for memory it is OUT_OF_MEMORY instead.")
-    return Explanation((Found(finding),), finding.cause, finding.because, {}, tuple(head), tuple(foot))
+    return Explanation((Found(finding),), finding.cause, finding.reason, {}, tuple(head), tuple(foot))
 
 
 def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Explanation:
@@ -131,10 +131,10 @@ def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Exp
     cause = next((finding.cause for finding in examination.findings if finding.role is Role.ROOT), None)
     version = f"DCGM {examination.version}" if examination.version else "DCGM of an unknown version"
     tests = f"{examination.tests_run} test{'' if examination.tests_run == 1 else 's'} run"
-    head = [f"{examination.verdict}  {version}, {tests}", *_entry("  ", f"{examination.advice}: {examination.because}")]
+    head = [f"{examination.verdict}  {version}, {tests}", *_entry("  ", f"{examination.advice}: {examination.reason}")]
     more = {"advice": str(examination.advice), "version": examination.version, "tests_run": examination.tests_run}
     found = tuple(Found(finding) for finding in examination.findings)
-    return Explanation(found, cause, examination.because, more, tuple(head), verdict=str(examination.verdict))
+    return Explanation(found, cause, examination.reason, more, tuple(head), verdict=str(examination.verdict))
 
 
 def explain_log(path: str, policy: Policy | None) -> Explanation:
@@ -162,7 +162,7 @@ def _of_lines(path: str, policy: Policy | None, read: Callable[[Iterable[str], C
     head = (f"{lines_read} read, {len(found)} of them evidence", "") if found else (f"{lines_read} read",)
     if root is None:
         return Explanation(found, None, NO_CAUSE, {}, head)
-    return Explanation(found, root.finding.cause, root.finding.because, {}, head)
+    return Explanation(found, root.finding.cause, root.finding.reason, {}, head)
 
 
 def _root(found: tuple[Found, ...]) -> Found | None:
@@ -184,12 +184,12 @@ def lines_of(explanation: Explanation, policy: Policy | None, source: str | None
             marker = "→" if one is root else " "
             where = f"line {one.line}  " if one.line is not None else ""
             finding = one.finding
-            text = finding.because if finding.because.startswith(finding.code) else f"{finding.code}: {finding.because}"
+            text = finding.reason if finding.reason.startswith(finding.code) else f"{finding.code}: {finding.reason}"
             if finding.cause and one.finding.role in (Role.ROOT, Role.SYMPTOM):
                 text = f"{finding.cause}: {text}"
             lines += _entry(f"{marker} {where}{finding.role:<12} ", text)
         if explanation.verdict is None:
-            lines += ["", *_entry("", f"{explanation.cause}: {explanation.because}" if explanation.cause else explanation.because)]
+            lines += ["", *_entry("", f"{explanation.cause}: {explanation.reason}" if explanation.cause else explanation.reason)]
     lines += explanation.foot
     if policy is not None and explanation.cause is not None:
         lines += ["", *_entry(f"{source} first: ", first_rung(policy, explanation.cause, _code(explanation)))]
@@ -206,14 +206,14 @@ def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
             "code": one.finding.code,
             "role": str(one.finding.role),
             "cause": str(one.finding.cause) if one.finding.cause else None,
-            "because": one.finding.because,
+            "reason": one.finding.reason,
             "gpu": one.finding.gpu,
             "pid": one.finding.pid,
             "line": one.line,
         }
         for one in explanation.found
     ]
-    view["because"] = explanation.because
+    view["reason"] = explanation.reason
     view |= explanation.more
     if policy is not None:
         view["first"] = str(first(policy, explanation.cause, _code(explanation)).strategy) if explanation.cause else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.fields import parse_name
 from relaunch.spec.annotations import annotated
 from relaunch.spec.fleet import FleetSpec
@@ -33,25 +33,25 @@ class Document:
         try:
             text = path.read_text()
         except OSError as error:
-            raise Mistake(f"{path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise Mistake(f"{path} is not a text file: expected YAML in UTF-8") from None
+            raise ConfigError(f"{path} is not a text file: expected YAML in UTF-8") from None
         loader = yaml.SafeLoader(text)
         try:
             root = loader.get_single_node()
             if root is None:
-                raise Mistake(f"{path}:1: the file is empty: expected keys and values")
+                raise ConfigError(f"{path}:1: the file is empty: expected keys and values")
             self._visit(root, ())
             content = loader.construct_document(root)
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise Mistake(f"{path}:{line}: not YAML: {error.problem}") from None
+            raise ConfigError(f"{path}:{line}: not YAML: {error.problem}") from None
         except yaml.YAMLError as error:
-            raise Mistake(f"{path}: not YAML: {error}") from None
+            raise ConfigError(f"{path}: not YAML: {error}") from None
         finally:
             loader.dispose()
         if not isinstance(content, dict):
-            raise Mistake(f"{path}:1: the file is a {type(content).__name__}: expected keys and values")
+            raise ConfigError(f"{path}:1: the file is a {type(content).__name__}: expected keys and values")
         self.content: dict[str, Any] = content
 
     def _visit(self, node: yaml.Node, where: Where) -> None:
@@ -65,10 +65,10 @@ class Document:
             for key, value in node.value:
                 line = key.start_mark.line + 1
                 if not isinstance(key, yaml.ScalarNode):
-                    raise Mistake(f"{self.path}:{line}: a key is a {key.id}: expected a word")
+                    raise ConfigError(f"{self.path}:{line}: a key is a {key.id}: expected a word")
                 inner = (*where, key.value)
                 if inner in self.lines:
-                    raise Mistake(f"{self.path}:{line}: {key.value}: given twice, first on line {self.lines[inner]}")
+                    raise ConfigError(f"{self.path}:{line}: {key.value}: given twice, first on line {self.lines[inner]}")
                 self.lines[inner] = line
                 self._visit(value, inner)
 
@@ -90,7 +90,7 @@ def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]
     try:
         return spec, annotated(policy, spec.metadata.annotations)
     except ValueError as error:
-        raise Mistake(f"{path}:{document.line(('metadata', 'annotations'))}: {error}") from None
+        raise ConfigError(f"{path}:{document.line(('metadata', 'annotations'))}: {error}") from None
 
 
 def job_from_flags(values: Mapping[str, Any]) -> tuple[JobSpec, Policy]:
@@ -114,30 +114,30 @@ def read_policy(source: str | dict[str, Any], folder: Path = Path(), document: D
         inner = Document(path)
         return _resolve(inner.content, inner, ())
     where = f"{document.path}:{document.line(('policy',))}: policy" if document else "--policy"
-    raise Mistake(f"{where}: {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+    raise ConfigError(f"{where}: {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
 
 
 def check_name(kind: str, name: str) -> str:
     try:
         return parse_name(name)
     except ValueError as error:
-        raise Mistake(f"{kind} {error}") from None
+        raise ConfigError(f"{kind} {error}") from None
 
 
 def _resolve(source: dict[str, Any], document: Document | None, below: Where) -> Policy:
     try:
         return resolve(source)
     except ValidationError as error:
-        raise Mistake(_sentence(Policy, error, document, below, ())) from None
+        raise ConfigError(_sentence(Policy, error, document, below, ())) from None
     except ValueError as error:
-        raise Mistake(f"{document.path}:{document.line((*below, 'extends'))}: {error}" if document else str(error)) from None
+        raise ConfigError(f"{document.path}:{document.line((*below, 'extends'))}: {error}" if document else str(error)) from None
 
 
 def _validate(model: type[Model], values: Mapping[str, Any], document: Document | None, flags: tuple[str, ...]) -> Model:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        raise Mistake(_sentence(model, error, document, (), flags)) from None
+        raise ConfigError(_sentence(model, error, document, (), flags)) from None
 
 
 def _sentence(model: type[BaseModel], error: ValidationError, document: Document | None, below: Where, flags: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Reads what a fleet knows, and sends it what people say. Every refusal is a `Mistake`: one sentence, nothing sent.
+"""Reads what a fleet knows, and sends it what people say. Every refusal is a `ConfigError`: one sentence, nothing sent.
 
 Whoever asks first begins the fleet, unless the worker has no fleet file of that name.
 """
@@ -23,12 +23,12 @@ from relaunch.cli.client import whoami
 from relaunch.cli.files import check_name
 from relaunch.cli.job_views import names
 from relaunch.cli.jobs import ACTIVITY_WITHIN, QUERY_WITHIN, list_jobs, look, signal_open
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
 from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.messages.jobs import FLEET_ID_PREFIX, ReportMessage
 from relaunch.pool.facts import Applied
-from relaunch.pool.state import FleetState, NodeLook, NodeRecord, Standing
+from relaunch.pool.state import FleetState, NodeProbe, NodeRecord, NodeStatus
 
 WORKFLOW = "Fleet"
 TASK_TIMEOUT = timedelta(seconds=10)
@@ -79,7 +79,7 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
     state, _ = await _until(client, fleet, _has_looked, LOOKED_WITHIN)
     if not state.nodes:
         await read_file(client, task_queue, fleet)  # says what there is instead
-        raise Mistake(f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again")
+        raise ConfigError(f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again")
     return state
 
 
@@ -102,7 +102,7 @@ async def _query(client: Client, fleet: str) -> FleetState:
         handle = client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}")
         state: FleetState = await handle.query("state", result_type=FleetState, rpc_timeout=QUERY_WITHIN)
     except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
-        raise Mistake(f"fleet {fleet} cannot say what it knows: {error}; see {FLEET_ID_PREFIX}{fleet} in the web UI") from None
+        raise ConfigError(f"fleet {fleet} cannot say what it knows: {error}; see {FLEET_ID_PREFIX}{fleet} in the web UI") from None
     except RPCError as error:
         if error.status in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED, RPCStatusCode.FAILED_PRECONDITION):
             raise _no_worker(fleet) from None
@@ -110,8 +110,8 @@ async def _query(client: Client, fleet: str) -> FleetState:
     return state
 
 
-def _no_worker(fleet: str) -> Mistake:
-    return Mistake(f"no worker answers for fleet {fleet}: start one (`relaunch up`, or `relaunch-worker`) and say it again")
+def _no_worker(fleet: str) -> ConfigError:
+    return ConfigError(f"no worker answers for fleet {fleet}: start one (`relaunch up`, or `relaunch-worker`) and say it again")
 
 
 async def _until(client: Client, fleet: str, met: Callable[[FleetState], bool], within: float) -> tuple[FleetState, bool]:
@@ -142,10 +142,10 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> Applied:
         )
     except ActivityFailureError as error:
         if not isinstance(error.cause, ActivityTimeout):
-            raise Mistake(f"the file of fleet {fleet} cannot be read: {error.cause or error}") from None
+            raise ConfigError(f"the file of fleet {fleet} cannot be read: {error.cause or error}") from None
         raise _no_worker(fleet) from None
     if file.applied is None:
-        raise Mistake(file.wrong)
+        raise ConfigError(file.wrong)
     return file.applied
 
 
@@ -161,7 +161,7 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
             return record
     known = [record.name for record in fleet.nodes]
     near = difflib.get_close_matches(name, known, n=3) or known
-    raise Mistake(f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}")
+    raise ConfigError(f"node {name!r} is not in fleet {fleet.name}: expected {'one of ' if len(near) > 1 else ''}{names(near)}")
 
 
 async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
@@ -169,10 +169,10 @@ async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
     if not await _runs(client, fleet):
         return {}
     state = await _query(client, fleet)
-    return {record.name: record for record in state.nodes if record.standing is not Standing.IN_SERVICE}
+    return {record.name: record for record in state.nodes if record.standing is not NodeStatus.IN_SERVICE}
 
 
-async def quarantine(client: Client, task_queue: str, fleet: str, node: str, because: str, drain: bool, within: str | None) -> Answer:
+async def quarantine(client: Client, task_queue: str, fleet: str, node: str, reason: str, drain: bool, within: str | None) -> Answer:
     """Keep a node from jobs until somebody releases it. With `drain`, whoever has it has to leave it, `within` a duration."""
     who = whoami()
     before = await read(client, task_queue, fleet)
@@ -182,16 +182,16 @@ async def quarantine(client: Client, task_queue: str, fleet: str, node: str, bec
         record = _find(state, node)
         return (
             record is not None
-            and (record.standing, record.by) == (Standing.QUARANTINED, text(who, LONGEST_BY))
+            and (record.standing, record.by) == (NodeStatus.QUARANTINED, text(who, LONGEST_BY))
             and record.since != old.since
             and (record.drain is not None or not drain)
         )
 
-    message = {"node": node, "because": because, "by": who, "drain": drain}
+    message = {"node": node, "reason": reason, "by": who, "drain": drain}
     return await _tell(client, before, "quarantine", {**message, "within": within} if within else message, shown)
 
 
-async def release(client: Client, task_queue: str, fleet: str, node: str, because: str) -> Answer:
+async def release(client: Client, task_queue: str, fleet: str, node: str, reason: str) -> Answer:
     """Vouch for a node: jobs may have it again."""
 
     before = await read(client, task_queue, fleet)
@@ -199,12 +199,12 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, becaus
 
     def shown(state: FleetState) -> bool:
         record = _find(state, node)
-        return record is not None and record.standing is Standing.IN_SERVICE and record.drain is None and record.since != old.since
+        return record is not None and record.standing is NodeStatus.IN_SERVICE and record.drain is None and record.since != old.since
 
-    return await _tell(client, before, "release", {"node": node, "because": because, "by": whoami()}, shown)
+    return await _tell(client, before, "release", {"node": node, "reason": reason, "by": whoami()}, shown)
 
 
-async def declare_dead(client: Client, task_queue: str, node: str, because: str, force: bool) -> tuple[str, ...]:
+async def declare_dead(client: Client, task_queue: str, node: str, reason: str, force: bool) -> tuple[str, ...]:
     """Tell every running job that may have ranks on a node that nothing runs there any more, and every fleet
     that keeps the node for a job which has ended; return who was told, for people.
 
@@ -232,16 +232,16 @@ async def declare_dead(client: Client, task_queue: str, node: str, because: str,
             await _check_silent(client, task_queue, fleet, node)
     for name in told:
         # The node was asked just now, or the person knows better: the job need not have missed it for long.
-        await signal_open(client, name, "report", ReportMessage(node=node, because=because, by=whoami(), force=True))
+        await signal_open(client, name, "report", ReportMessage(node=node, reason=reason, by=whoami(), force=True))
     for fleet in keeping:
-        message = {"node": node, "because": because, "by": whoami()}
+        message = {"node": node, "reason": reason, "by": whoami()}
         await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}").signal("declare_dead", message)
     everybody = (*told, *(f"fleet {fleet}" for fleet in keeping))
     if silent := [name for name, is_concerned in answers if is_concerned is None]:
         told_now = ", ".join(everybody) or "no job"
-        raise Mistake(f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again")
+        raise ConfigError(f"node {node}: told {told_now}; no worker answers for {', '.join(silent)}: start a worker and say it again")
     if not everybody:
-        raise Mistake(f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent")
+        raise ConfigError(f"node {node}: no running job has ranks on it, and no fleet keeps it for a job that has ended; nothing was sent")
     return everybody
 
 
@@ -265,43 +265,43 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
     """
     try:
         [seen] = await client.execute_activity(
-            "look_at_nodes",
+            "probe_nodes",
             {"fleet": fleet, "nodes": [node]},
             id=f"look_at_nodes/{fleet}/{uuid.uuid4().hex}",
             task_queue=task_queue,
-            result_type=tuple[NodeLook, ...],
+            result_type=tuple[NodeProbe, ...],
             schedule_to_close_timeout=LOOK_WITHIN,
             heartbeat_timeout=ACTIVITY_WITHIN,
             retry_policy=RetryPolicy(maximum_attempts=1),
             summary=f"whether {node} answers, for {whoami()}",
         )
     except ActivityFailureError as error:
-        raise Mistake(
+        raise ConfigError(
             f"node {node}: no worker could ask it whether it is dead ({error.cause or error}); --force declares it dead"
         ) from None
     if not seen.silent:
         jobs = ", ".join(sorted({f"job {one.job}" for one in seen.living}))
         lives = f"ranks of {jobs} live there" if jobs else "no rank lives there"
-        raise Mistake(
+        raise ConfigError(
             f"node {node} answered just now, and {lives}: it is not declared dead, for ranks there would go on "
             "beside new ones. Power it off or cut its network first; --force declares it dead all the same"
         )
 
 
-async def pause(client: Client, task_queue: str, fleet: str, because: str) -> Answer:
+async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
     before = await read(client, task_queue, fleet)
-    return await _tell(client, before, "pause", {"because": because, "by": whoami()}, lambda state: bool(state.breaker.paused))
+    return await _tell(client, before, "pause", {"reason": reason, "by": whoami()}, lambda state: bool(state.breaker.paused))
 
 
-async def resume(client: Client, task_queue: str, fleet: str, because: str) -> Answer:
+async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
     def shown(state: FleetState) -> bool:
         return not state.breaker.is_open and not state.breaker.paused
 
     before = await read(client, task_queue, fleet)
-    return await _tell(client, before, "resume", {"because": because, "by": whoami()}, shown)
+    return await _tell(client, before, "resume", {"reason": reason, "by": whoami()}, shown)
 
 
-async def apply(client: Client, task_queue: str, fleet: str, because: str) -> tuple[FleetState, Applied, Answer]:
+async def apply(client: Client, task_queue: str, fleet: str, reason: str) -> tuple[FleetState, Applied, Answer]:
     """Have the fleet read its worker's file again; return what it knew before, the file, and what it knows now."""
     before = await read(client, task_queue, fleet)
     file = await read_file(client, task_queue, fleet)
@@ -314,7 +314,7 @@ async def apply(client: Client, task_queue: str, fleet: str, because: str) -> tu
             sorted(file.nodes, key=lambda node: node.name),
         )
 
-    return before, file, await _tell(client, before, "apply", {"because": because, "by": whoami()}, shown)
+    return before, file, await _tell(client, before, "apply", {"reason": reason, "by": whoami()}, shown)
 
 
 async def _tell(client: Client, before: FleetState, signal: str, message: Mapping[str, Any], shown: Callable[[FleetState], bool]) -> Answer:

@@ -66,7 +66,7 @@ class Narrator:
         state = now.state
         if state is None:
             if now.phase != self._phase:
-                self._say(f"{now.phase}: {now.memo.get('because', 'no worker answers')}")
+                self._say(f"{now.phase}: {now.memo.get('reason', 'no worker answers')}")
             self._phase = now.phase
             return
         if self._first:
@@ -87,16 +87,16 @@ class Narrator:
         self._notices = state.notices
         if (state.phase, state.generation) != (self._phase, self._generation) and not state.phase.is_final:
             generation = f"generation {state.generation} " if state.generation else ""
-            self._say(f"{generation}{state.phase}: {state.because}")
+            self._say(f"{generation}{state.phase}: {state.reason}")
         self._phase, self._generation = str(state.phase), state.generation
 
     def _decisions(self, incident: Incident) -> None:
         if incident.opened not in self._told:
             where = f" on {job_views.names(list(incident.nodes))}" if incident.nodes else ""
-            self._say(f"incident in generation {incident.generation}: {incident.cause}{where}: {incident.because}")
+            self._say(f"incident in generation {incident.generation}: {incident.cause}{where}: {incident.reason}")
             self._told[incident.opened] = 0
         for decision in incident.decisions[self._told[incident.opened] :]:
-            self._say(f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: {decision.because}")
+            self._say(f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: {decision.reason}")
         self._told[incident.opened] = len(incident.decisions)
 
 
@@ -109,10 +109,10 @@ def closing_line(now: jobs.Look) -> tuple[str, int]:
     state = now.state
     if state is None or not state.phase.is_final:
         return f"job {now.name} ended as {now.status} without a result: it was ended from outside, ranks may still run", 1
-    text = f"job {now.name} {state.phase}: {state.because}"
+    text = f"job {now.name} {state.phase}: {state.reason}"
     last = state.incidents[-1] if state.incidents else None
     if state.phase is Phase.FAILED and last is not None:
-        text += f"\n  root cause: {last.cause}: {last.because}"
+        text += f"\n  root cause: {last.cause}: {last.reason}"
         text += "".join(f"\n  | {line}" for line in last.traceback.rstrip().splitlines())
     code = state.exit_code if state.exit_code is not None else 0 if state.phase is Phase.SUCCEEDED else 1
     return text, code
@@ -156,7 +156,7 @@ def render(now: jobs.Look, at: datetime) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     if now.state is None:
-        rows = [("phase", f"{now.phase}: {now.memo.get('because', '')}"), ("", "no worker answers: this is the last that is known")]
+        rows = [("phase", f"{now.phase}: {now.memo.get('reason', '')}"), ("", "no worker answers: this is the last that is known")]
     else:
         view = job_views.show(now.state, now.watch, at)
         rows = [line_to_row(line) for line in job_views.show_lines({**view, "incident": None}, at)[1:]]
@@ -164,7 +164,7 @@ def render(now: jobs.Look, at: datetime) -> RenderableType:
             rows.append(("no answer", job_views.names(list(now.watch.unreachable))))
         if now.state.incident:
             incident = now.state.incident
-            rows.append(("open", f"{incident.cause} in generation {incident.generation}: {incident.because}"))
+            rows.append(("open", f"{incident.cause} in generation {incident.generation}: {incident.reason}"))
     for left, right in rows:
         table.add_row(left, right.replace("[", "\\["))
     return Panel(table, title=now.name, title_align="left")

@@ -8,7 +8,7 @@ from typing import Any
 
 from relaunch.cli.job_views import age
 from relaunch.pool.inventory import UNKNOWN, Inventory, used_by
-from relaunch.pool.state import NodeRecord, Standing
+from relaunch.pool.state import NodeRecord, NodeStatus
 
 
 def model(inventory: Inventory | None) -> str:
@@ -31,8 +31,8 @@ def remarks(record: NodeRecord) -> list[str]:
     if record.inventory.unreadable:
         return [f"GPUs unreadable: {record.inventory.unreadable}"]
     # A suspect has it as its reason.
-    lacks = record.short if record.standing is Standing.IN_SERVICE else ""
-    return [part for part in (lacks, used_by(record.strangers)) if part]
+    lacks = record.short if record.standing is NodeStatus.IN_SERVICE else ""
+    return [part for part in (lacks, used_by(record.foreign_processes)) if part]
 
 
 def as_json(record: NodeRecord, iso: str | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from relaunch.job.drain import what_next
-from relaunch.job.ladder import launches_in_vain, used_budgets
+from relaunch.job.ladder import launches_without_progress, used_budgets
 from relaunch.job.state import Incident, JobState
 
 
@@ -63,7 +63,7 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
     return {
         "max_restarts": {"spent": state.restarts_spent, "limit": policy.max_restarts},
         "no_progress": {"spent": state.flat_generations, "limit": policy.no_progress_stop},
-        "launches_in_vain": {"spent": launches_in_vain(state), "limit": policy.no_progress_ask},
+        "launches_without_progress": {"spent": launches_without_progress(state), "limit": policy.no_progress_ask},
         "causes": {
             str(cause): [
                 {
@@ -91,22 +91,22 @@ def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
         "generation": state.generation,
         "nodes": [slot.node for slot in state.slots],
         "ranks": (len(state.slots) or state.spec.node_count) * state.spec.ranks_per_node,
-        "size": {"nodes": len(state.slots), "min": state.spec.fewest_nodes, "max": state.spec.node_count, "because": state.fewer or None},
+        "size": {"nodes": len(state.slots), "min": state.spec.fewest_nodes, "max": state.spec.node_count, "reason": state.fewer or None},
         "progress": _progress(state, watch),
         "budgets": budgets(state, now),
         "incidents": state.incidents_archived + len(state.incidents) + (1 if incident else 0),
-        "because": state.because,
+        "reason": state.reason,
         "next": {"what": what_next(state), "at": _iso(state.next.at)},
         "incident": history_entry(shown) if shown else None,
         "lost": list(state.lost_names),
         "stalled": list(watch.stalled) if watch is not None else [],
         "leaving": [
-            {"node": one.node, "by": one.by, "because": one.because, "until": _iso(one.until), "denied": one.denied or None}
+            {"node": one.node, "by": one.by, "reason": one.reason, "until": _iso(one.until), "denied": one.denied or None}
             for one in state.leaving
         ],
-        "avoided": [{"node": a.node, "because": a.because, "at": _iso(a.at)} for a in state.avoided],
+        "avoided": [{"node": a.node, "reason": a.reason, "at": _iso(a.at)} for a in state.avoided],
         "notices": list(state.notices),
-        "policy_changes": [{"at": _iso(c.at), "by": c.by, "because": c.because, "keys": list(c.keys)} for c in state.policy_changes],
+        "policy_changes": [{"at": _iso(c.at), "by": c.by, "reason": c.reason, "keys": list(c.keys)} for c in state.policy_changes],
         "submitted": {"by": state.submitted_by, "at": _iso(state.submitted_at)},
         "ended": _iso(state.ended_at),
         "exit_code": state.exit_code,
@@ -129,9 +129,9 @@ def history_entry(incident: Incident) -> dict[str, Any]:
         "generation": incident.generation,
         "cause": str(incident.cause),
         "nodes": list(incident.nodes),
-        "because": incident.because,
+        "reason": incident.reason,
         "decisions": [
-            {"at": _iso(d.at), "decision": d.decision, "strategy": d.strategy, "because": d.because, "spent": d.spent, "left": d.left}
+            {"at": _iso(d.at), "decision": d.decision, "strategy": d.strategy, "reason": d.reason, "spent": d.spent, "left": d.left}
             for d in incident.decisions
         ],
         "times": {name: since(getattr(incident, name)) for name in ("detected", "decided", "stopped", "launched", "recovered")},
@@ -165,10 +165,10 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     progress, next_ = view["progress"], view["next"]
     lines = [
         f"job         {view['name']}",
-        f"phase       {view['phase']}: {view['because']}",
+        f"phase       {view['phase']}: {view['reason']}",
         f"next        {next_['what']}" + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
         f"generation  {view['generation']} with {view['ranks']} ranks on {names(view['nodes']) or 'no nodes yet'}",
-        *([f"fewer       {view['size']['because']}"] if view["size"]["because"] else []),
+        *([f"fewer       {view['size']['reason']}"] if view["size"]["reason"] else []),
         f"progress    {progress_text(progress)}",
         f"budgets     {budget_text(view['budgets'])}",
         f"incidents   {view['incidents']}",
@@ -178,7 +178,7 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     if view["stalled"]:
         why = "its disk hangs, or its keeper was stopped; an exit there may be seen as a hang"
         lines.append(f"stalled     {names(view['stalled'])}: {why}")
-    lines += [f"avoided     {a['node']}: {a['because']}" for a in view["avoided"]]
+    lines += [f"avoided     {a['node']}: {a['reason']}" for a in view["avoided"]]
     lines += [f"notice      {notice}" for notice in view["notices"]]
     if view["incident"]:
         lines += ["", "incident still open" if view["incident"]["closed"] is None else "last incident"]
@@ -190,7 +190,7 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
     """Return one incident for people: when it opened, as seen from `now`, and all else by the time since then."""
     opened = entry["opened"]
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
-    lines = [f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['because']}"]
+    lines = [f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['reason']}"]
     for fault in entry["faults"][1:]:
         on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
         at, what = _offset(opened, fault["at"]), f"{fault['cause']}{on}: {fault['reason']}"
@@ -200,7 +200,7 @@ def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
     for decision in entry["decisions"]:
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""
         spent = " (one restart spent)" if decision["spent"] else ""
-        lines.append(f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: {decision['because']}{spent}")
+        lines.append(f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: {decision['reason']}{spent}")
     times = ", ".join(f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None)
     lines.append(f"    after it opened: {times or 'nothing yet'}")
     closed = f"    {_offset(opened, entry['closed'])}  closed: {entry['outcome'] or ''}".rstrip(": ") if entry["closed"] else "    open"

@@ -1,4 +1,4 @@
-"""Looks at jobs, and sends them what people say. Every refusal is a `Mistake`: one sentence, nothing changed."""
+"""Looks at jobs, and sends them what people say. Every refusal is a `ConfigError`: one sentence, nothing changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from relaunch.cli.client import GENERATION, PHASE, WORKFLOW, whoami
 from relaunch.cli.files import check_name
 from relaunch.cli.job_views import Watch, merge_watches
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.job.state import Incident, JobState
 from relaunch.messages.jobs import WORKFLOW_ID_PREFIX, CancelMessage, JobResult, ReportMessage, RetryMessage
 from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
@@ -63,7 +63,7 @@ async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
         return await handle_of(client, name).describe()
     except RPCError as error:
         if error.status == RPCStatusCode.NOT_FOUND:
-            raise Mistake(f"no job {name!r} in namespace {client.namespace}: `relaunch jobs` lists those there are") from None
+            raise ConfigError(f"no job {name!r} in namespace {client.namespace}: `relaunch jobs` lists those there are") from None
         raise
 
 
@@ -126,7 +126,9 @@ async def _heartbeats(client: Client, described: WorkflowExecutionDescription) -
 async def incidents(client: Client, task_queue: str, now: Look) -> tuple[list[Incident], str | None]:
     """Return all incidents of a job, oldest first, and a sentence when some could not be read."""
     if now.state is None:
-        raise Mistake(f"job {now.name}: no worker answers and its last run left no result, so its incidents cannot be read: start a worker")
+        raise ConfigError(
+            f"job {now.name}: no worker answers and its last run left no result, so its incidents cannot be read: start a worker"
+        )
     state = now.state
     kept = [*state.incidents, *([state.incident] if state.incident else [])]
     if state.incidents_archived == 0:
@@ -173,8 +175,8 @@ async def list_jobs(client: Client) -> list[Row]:
     return sorted(newest.values(), key=lambda row: row.submitted, reverse=True)
 
 
-async def cancel(client: Client, name: str, because: str) -> None:
-    await signal_open(client, name, "cancel", CancelMessage(because=because, by=whoami()))
+async def cancel(client: Client, name: str, reason: str) -> None:
+    await signal_open(client, name, "cancel", CancelMessage(reason=reason, by=whoami()))
 
 
 async def signal_open(client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage) -> None:
@@ -184,4 +186,4 @@ async def signal_open(client: Client, name: str, signal: str, message: CancelMes
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
         now = await look(client, name)
-        raise Mistake(f"job {name} has ended ({now.phase}): {signal} is for jobs that run") from None
+        raise ConfigError(f"job {name} has ended ({now.phase}): {signal} is for jobs that run") from None

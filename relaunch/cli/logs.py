@@ -13,7 +13,7 @@ from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
 
 from relaunch.cli import jobs
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.job.state import JobState
 from relaunch.messages.logs import ReadLogsInput, ReadLogsOutput
 
@@ -165,17 +165,17 @@ async def print_job_logs(
     now = await jobs.look(client, job)
     state = now.state
     if state is None:
-        raise Mistake(f"job {job}: no worker answers, and only a worker can read logs from nodes: start one")
+        raise ConfigError(f"job {job}: no worker answers, and only a worker can read logs from nodes: start one")
     number = state.generation if generation is None else generation
     if not 1 <= number <= state.generation or not state.slots:
         if state.generation == 0:
-            raise Mistake(f"job {job} was not launched yet: there are no logs")
-        raise Mistake(f"job {job} has no generation {number}: expected 1 to {state.generation}")
+            raise ConfigError(f"job {job} was not launched yet: there are no logs")
+        raise ConfigError(f"job {job} has no generation {number}: expected 1 to {state.generation}")
     if rank is not None and not 0 <= rank < state.spec.world_size:
-        raise Mistake(f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}")
+        raise ConfigError(f"job {job} has no rank {rank}: expected 0 to {state.spec.world_size - 1}")
     where = generation_of(state, number)
     if await read(client, task_queue, where, None, 0.0, 0) is None:
-        raise Mistake(f"job {job}: no worker answers, and only a worker can read logs from nodes: start one")
+        raise ConfigError(f"job {job}: no worker answers, and only a worker can read logs from nodes: start one")
     live = follow and now.open and number == state.generation
     printer = Printer(state.spec.world_size)
     await print_logs(client, task_queue, where, printer, say, lambda: not live, only=rank, tail=tail)

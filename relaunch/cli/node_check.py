@@ -74,23 +74,23 @@ def _rows(fleet: Fleet, seen: Seen) -> Iterator[Row]:
         yield from _reached(fleet, seen)
     if seen.step in (Step.KEY, Step.LOGIN):
         if not ssh:
-            yield Row("agent", Found.FAIL, seen.because, "run this with the Python that relaunch was set up with (`make setup`)")
+            yield Row("agent", Found.FAIL, seen.reason, "run this with the Python that relaunch was set up with (`make setup`)")
         return
     if seen.step is Step.AGENT:
         fix = f"it wants Python 3.8 or newer and a folder of its own; {fleet.file} may name another: `ssh: {{python: /usr/bin/python3.11}}`"
-        yield Row("agent", Found.FAIL, seen.because, fix)
+        yield Row("agent", Found.FAIL, seen.reason, fix)
         return
     if ssh:
         how = f"shipped, {seen.shipped / 1024:.0f} KiB" if seen.shipped else "was there"
         yield Row("agent", Found.OK, f"{how}, version {fleet.version}")
     if not seen.facts:
-        yield Row("agent", Found.FAIL, seen.because, _again(seen))
+        yield Row("agent", Found.FAIL, seen.reason, _again(seen))
         return
     facts = seen.facts
     yield Row("python", Found.OK, f"{facts.get('python')}, {facts.get('executable')}, as {facts.get('user')}")
     yield from _state(facts, seen.probe)
     if not seen.probe:
-        yield Row("health", Found.WARN, seen.because, _again(seen))
+        yield Row("health", Found.WARN, seen.reason, _again(seen))
     else:
         if ssh:
             yield from _clock(seen.probe)
@@ -129,23 +129,23 @@ def command(spec: FleetSpec, node: FleetNode) -> str:
 def _reached(fleet: Fleet, seen: Seen) -> Iterator[Row]:
     key, typed = seen.key, command(fleet.spec, seen.node)
     if key is None:
-        yield Row("reached", Found.FAIL, seen.because, f"make `{typed}` work from here, then check again")
+        yield Row("reached", Found.FAIL, seen.reason, f"make `{typed}` work from here, then check again")
         return
     if seen.step is Step.LOGIN:
         fix = f"`{typed} true` has to work without a question: its public key belongs into ~/.ssh/authorized_keys there (`ssh-copy-id`)"
-        yield Row("reached", Found.FAIL, seen.because, fix)
+        yield Row("reached", Found.FAIL, seen.reason, fix)
     elif seen.step is not Step.KEY:
         ours = f"logged in and answered in {seen.connected:.2f} s, then in {seen.round_trip * 1000:.0f} ms"
         yield Row("reached", Found.OK, ours if seen.step is not Step.AGENT else f"logged in to {seen.node.address}")
     words = f"{key.algorithm} {key.fingerprint}"
-    if not key.because:
+    if not key.reason:
         yield Row("host key", Found.OK, f"{words}, known")
     elif key.standing == "unknown":
         theirs = f"`ssh-keygen -lf /etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub` there"
         fix = f"compare it with what {theirs} prints, then `relaunch nodes trust {key.node} --file {fleet.file}`"
         yield Row("host key", Found.FAIL, f"{words} is not in {key.file}", fix)
     else:
-        yield Row("host key", Found.FAIL, key.because, f"`relaunch nodes trust {key.node} --file {fleet.file}` says what that may mean")
+        yield Row("host key", Found.FAIL, key.reason, f"`relaunch nodes trust {key.node} --file {fleet.file}` says what that may mean")
 
 
 # --- the node
@@ -165,7 +165,7 @@ def _state(facts: Mapping[str, Any], probe: Mapping[str, Any]) -> Iterator[Row]:
             "state folder", Found.FAIL, f"{words}: several machines see it", f"mount a disk of the node itself at /var/tmp, {elsewhere}"
         )
     elif disk and disk.get("writable") is False:
-        yield Row("state folder", Found.FAIL, f"{words}: {disk.get('because')}", f"make it writable, {elsewhere}")
+        yield Row("state folder", Found.FAIL, f"{words}: {disk.get('reason')}", f"make it writable, {elsewhere}")
     elif free is not None and free < FREE_LEAST:
         yield Row("state folder", Found.FAIL, words, f"free {FREE_LEAST // GIB} GiB at least: logs of ranks are written there")
     elif kind in FORGETFUL:
@@ -226,7 +226,7 @@ def _health(seen: Seen, without_gpus: bool) -> Iterator[Row]:
         yield Row(
             "health",
             Found.FAIL,
-            health.because,
+            health.reason,
             "repair or replace the node, or leave it out of the fleet file: docs/nodes.md says what each means",
         )
     elif health.verdict is Verdict.HEALTHY or not without_gpus:  # else that row says it
@@ -234,7 +234,7 @@ def _health(seen: Seen, without_gpus: bool) -> Iterator[Row]:
         yield Row(
             "health",
             found,
-            f"{health.verdict}: {health.because}",
+            f"{health.verdict}: {health.reason}",
             "" if found is Found.OK else "mend what cannot be read, then check again",
         )
 
@@ -297,7 +297,7 @@ def _rule(user: str, key: str, typed: str) -> str:
 def _logout(seen: Seen) -> Row:
     """Whether ranks outlive the connection by which they were started: seen, not read from a configuration."""
     if seen.again is None:
-        return Row("logout", Found.WARN, f"not seen, there was no second login: {seen.because}", "check again")
+        return Row("logout", Found.WARN, f"not seen, there was no second login: {seen.reason}", "check again")
     if not seen.left:
         return Row("logout", Found.WARN, "not seen: nothing could be left running there", "see training network")
     if seen.again.get("lives"):
@@ -322,9 +322,9 @@ def _network(fleet: Fleet, seen: Seen) -> Row:
     left = seen.facts.get("left")
     listens = left if isinstance(left, Mapping) else {}
     if not seen.left:
-        because = str(listens.get("cannot", "what was left running is not there any more"))
+        reason = str(listens.get("cannot", "what was left running is not there any more"))
         fix = f"`network:` of {seen.node.name} in {fleet.file} has to be an address that the node itself has (`ip -brief address` there)"
-        return Row("training network", Found.FAIL, because, fix)
+        return Row("training network", Found.FAIL, reason, fix)
     here = f"listens at {listens.get('address')}"
     met = None if seen.again is None else seen.again.get("met")
     if not isinstance(met, Mapping):

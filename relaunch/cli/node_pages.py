@@ -13,12 +13,12 @@ from relaunch.cli.node_views import (
     STATES,
     Tenant,
     count,
+    find_reason,
     health,
     health_text,
     iso,
     jobs_on,
     node_state,
-    reason,
     repair_ids,
     rows,
     since_text,
@@ -35,10 +35,10 @@ Spec = TypeVar("Spec", FleetNode, FleetLimits)
 
 def fleet_notes(state: FleetState, now: datetime) -> list[str]:
     """What is true of the fleet as a whole and that a person who looks at its nodes has to know. Empty: nothing is out of the ordinary."""
-    breaker, resume = state.breaker, f"`relaunch nodes resume --fleet {state.name} --because …`"
+    breaker, resume = state.breaker, f"`relaunch nodes resume --fleet {state.name} --reason …`"
     notes = []
     if breaker.is_open:
-        notes.append(f"the breaker is open{since_text(breaker.since, now)}, so nothing is granted or repaired: {breaker.because}; {resume}")
+        notes.append(f"the breaker is open{since_text(breaker.since, now)}, so nothing is granted or repaired: {breaker.reason}; {resume}")
     if breaker.paused:
         notes.append(f"repairs are paused{since_text(breaker.paused_since, now)} by {breaker.paused}; {resume}")
     if state.awaited:
@@ -54,7 +54,7 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
             notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most} from {iso(claim.more_at)} on")
         elif claim.more_at is not None:
             notes.append(f"{claim.job} runs on {count(len(claim.keep), 'node')} and takes up to {claim.most}, when nobody waits for them")
-    notes += [f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.because}" for request in state.requests]
+    notes += [f"{request.workflow} waits for a permit to {request.step} {request.node}: {request.reason}" for request in state.requests]
     return notes
 
 
@@ -73,21 +73,21 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
             "nodes_out": limits.nodes_out,
             "reboots_per_hour": limits.reboots_per_hour,
             "replacement_wait": limits.replacement_wait.total_seconds(),
-            "leave_within": limits.leave_within.total_seconds(),
+            "drain_within": limits.drain_within.total_seconds(),
         },
         "breaker": {
             "open": breaker.is_open,
-            "because": breaker.because or None,
+            "reason": breaker.reason or None,
             "since": iso(breaker.since),
             "paused": breaker.paused or None,
             "paused_since": iso(breaker.paused_since),
         },
         "nodes": {word: sum(one["state"] == word for one in every) for word in STATES},
         "waiting": [
-            {"job": r.claim.job, "nodes": r.claim.nodes, "gpus": r.claim.gpus, "since": iso(r.waiting_since), "because": r.said}
+            {"job": r.claim.job, "nodes": r.claim.nodes, "gpus": r.claim.gpus, "since": iso(r.waiting_since), "reason": r.said}
             for r in _waiting(state)
         ],
-        "requests": [{"repair": r.workflow, "node": r.node, "step": r.step, "because": r.because} for r in state.requests],
+        "requests": [{"repair": r.workflow, "node": r.node, "step": r.step, "reason": r.reason} for r in state.requests],
         "reboots": [iso(at) for at in state.reboots],
         "awaited": list(state.awaited or ()),
         "offers": [
@@ -115,9 +115,9 @@ def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: date
     """`nodes show NODE` for people. `web` is where workflows are shown, up to their ids."""
     spec, look, drain = record.spec, record.look, record.drain
     state = node_state(record, here)
-    because, by, since = reason(record, state, here)
+    reason, by, since = find_reason(record, state, here)
     what = ", ".join([spec.address, count(spec.gpus, "GPU"), *(["spare"] if spec.spare else [])])
-    why = f"{f' by {by}' if by else ''}{since_text(since, now)}{f': {because}' if because else ''}"
+    why = f"{f' by {by}' if by else ''}{since_text(since, now)}{f': {reason}' if reason else ''}"
     verdict, said = health(record)
     found = "" if verdict is Verdict.UNKNOWN else f": {said}"
     lines = [
@@ -139,7 +139,7 @@ def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: date
         lines.append(f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}")
     lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
     if drain is not None:
-        lines.append(f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.because}")
+        lines.append(f"drain       to be left by {iso(drain.until)}, asked by {drain.by}: {drain.reason}")
     elif record.leave is not None:
         lines.append(f"shared      {names(list(record.told))} asked to leave it by {iso(record.leave.until)}, so that it can be examined")
     lines.append(f"repair      {_address(*repair_ids(record.repair), web)}" if record.repair else "repair      none is under way")
@@ -178,7 +178,7 @@ def _share(record: NodeRecord, tenant: Tenant) -> str:
 def _mark_line(mark: Mark) -> str:
     code = f"{mark.code} ({mark.cause})" if mark.code else str(mark.cause)
     gpus = f" of GPU {names(list(mark.gpus))}" if mark.gpus else ""
-    line = f"{iso(mark.at)} {code}{gpus}, job {mark.job} generation {mark.generation}: {mark.because}"
+    line = f"{iso(mark.at)} {code}{gpus}, job {mark.job} generation {mark.generation}: {mark.reason}"
     return f"{line} [does not count: {mark.retracted}]" if mark.retracted else line
 
 
@@ -233,7 +233,7 @@ def quarantined_sentence(fleet: FleetState, node: str) -> str:
         stays = f"{names(jobs)} may go on there, and nobody else"
     else:
         stays = f"{names(jobs)} {'has' if len(jobs) == 1 else 'have'} to leave it by {iso(record.drain.until)}, and nobody else"
-    return f"node {node} is quarantined: {record.because}; {stays} is given it before `relaunch nodes release {node}`"
+    return f"node {node} is quarantined: {record.reason}; {stays} is given it before `relaunch nodes release {node}`"
 
 
 def released_sentence(fleet: FleetState, node: str) -> str:

@@ -15,10 +15,10 @@ from relaunch.cli import gpu_views
 from relaunch.cli.job_views import age, names
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.messages import Place
-from relaunch.pool.state import FleetState, Mark, NodeRecord, Standing
+from relaunch.pool.state import FleetState, Mark, NodeRecord, NodeStatus
 
 STATES = ("free", "busy", "suspect", "repairing", "quarantined", "draining", "silent", "held")
-TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "BECAUSE")
+TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON")
 RECENT = timedelta(hours=24)
 """As far back as marks of several jobs together make a node suspect."""
 
@@ -72,7 +72,7 @@ def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
     """One of STATES: what keeps somebody from getting the node comes first."""
     if record.drain is not None and jobs_on(here):
         return "draining"
-    if record.standing is not Standing.IN_SERVICE:
+    if record.standing is not NodeStatus.IN_SERVICE:
         return str(record.standing)
     if record.repair:
         return "repairing"
@@ -87,24 +87,24 @@ def health(record: NodeRecord) -> tuple[Verdict, str]:
     A mark is no verdict, and neither is a quarantine: only an examination is one.
     """
     if record.verdict is Verdict.UNHEALTHY:
-        return Verdict.UNHEALTHY, record.verdict_because
-    if record.standing in (Standing.SUSPECT, Standing.REPAIRING):
+        return Verdict.UNHEALTHY, record.verdict_reason
+    if record.standing in (NodeStatus.SUSPECT, NodeStatus.REPAIRING):
         return Verdict.UNKNOWN, "suspected"
-    if record.standing is Standing.QUARANTINED and record.by == "relaunch":
+    if record.standing is NodeStatus.QUARANTINED and record.by == "relaunch":
         return Verdict.UNKNOWN, "not proven"
     examined = record.verdict_at
     if record.verdict is None or examined is None:
         return Verdict.UNKNOWN, "not examined"
     if any(not mark.retracted and mark.at >= examined for mark in record.marks):
         return Verdict.UNKNOWN, "not examined since the last fault"
-    return Verdict.HEALTHY, record.verdict_because
+    return Verdict.HEALTHY, record.verdict_reason
 
 
 def health_text(record: NodeRecord, now: datetime) -> str:
     """Such as: HEALTHY 3h ago."""
-    verdict, because = health(record)
+    verdict, reason = health(record)
     if verdict is Verdict.UNKNOWN or record.verdict_at is None:
-        return because
+        return reason
     return f"{verdict} {age(now - record.verdict_at)} ago"
 
 
@@ -124,13 +124,13 @@ def history_text(marks: Sequence[Mark], now: datetime) -> str:
     return f"{count(recent, 'fault')} in {RECENT // timedelta(hours=1)}h{more}, the last {what}"
 
 
-def reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple[str, str | None, datetime | None]:
+def find_reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple[str, str | None, datetime | None]:
     """Why a node is in that state, by whom, and since when."""
     look = record.look
     if state == "draining" and record.drain is not None:
-        return record.drain.because, record.drain.by, record.since
-    if record.standing is not Standing.IN_SERVICE:
-        return record.because, record.by or None, record.since
+        return record.drain.reason, record.drain.by, record.since
+    if record.standing is not NodeStatus.IN_SERVICE:
+        return record.reason, record.by or None, record.since
     if state == "repairing":
         return f"{repair_ids(record.repair)[0]} is under way", None, record.repair_since
     if state == "silent":
@@ -153,7 +153,7 @@ def repair_ids(repair: str) -> tuple[str, str]:
 def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
     """`nodes list --json`; the keys are a promise."""
     state = node_state(record, here)
-    because, by, since = reason(record, state, here)
+    reason, by, since = find_reason(record, state, here)
     verdict, says = health(record)
     look, drain = record.look, record.drain
     jobs = jobs_on(here)
@@ -163,11 +163,11 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "job": jobs[0] if jobs else None,
         "gpus": record.spec.gpus,
         "health": str(verdict),
-        "because": because,
+        "reason": reason,
         "by": by,
         "history": [_entry(mark) for mark in record.marks],
         "findings": [
-            {"code": mark.code, "role": "root", "gpu": next(iter(mark.gpus), None), "because": mark.because}
+            {"code": mark.code, "role": "root", "gpu": next(iter(mark.gpus), None), "reason": mark.reason}
             for mark in record.marks
             if not mark.retracted
         ],
@@ -175,7 +175,7 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "since": iso(since),
         "jobs": jobs,
         "gpus_used": gpus_used(record, here),
-        "health_because": says,
+        "health_reason": says,
         "examined_at": iso(record.verdict_at),
         "standing": str(record.standing),
         "spare": record.spec.spare,
@@ -186,7 +186,7 @@ def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
         "gone": record.gone,
         "looked_at": iso(record.looked_at),
         "repair": repair_ids(record.repair)[0] if record.repair else None,
-        "drain": {"because": drain.because, "by": drain.by, "until": iso(drain.until)} if drain else None,
+        "drain": {"reason": drain.reason, "by": drain.by, "until": iso(drain.until)} if drain else None,
         "inventory": gpu_views.as_json(record, iso(record.read_at)),
     }
 
@@ -195,7 +195,7 @@ def _entry(mark: Mark) -> dict[str, Any]:
     return {
         "at": iso(mark.at),
         "what": "fault",
-        "because": mark.because,
+        "reason": mark.reason,
         "job": mark.job,
         "submission": mark.submission,
         "generation": mark.generation,
@@ -216,7 +216,7 @@ def table_row(record: NodeRecord, here: Sequence[Tenant], now: datetime) -> tupl
     state = node_state(record, here)
     gpus = gpu_views.cell(record, gpus_used(record, here))
     jobs = names(jobs_on(here))
-    return record.name, state, jobs, gpus, health_text(record, now), history_text(record.marks, now), _because(record, state, here, now)
+    return record.name, state, jobs, gpus, health_text(record, now), history_text(record.marks, now), _reason(record, state, here, now)
 
 
 def print_nodes(state: FleetState, now: datetime) -> None:
@@ -237,10 +237,10 @@ def print_nodes(state: FleetState, now: datetime) -> None:
     Console(markup=False, highlight=False).print(table)
 
 
-def _because(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetime) -> str:
-    because, by, since = reason(record, state, here)
+def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetime) -> str:
+    reason, by, since = find_reason(record, state, here)
     who = ", ".join(part for part in (by, f"{age(now - since)} ago" if since else "") if part)
-    parts = [f"{because} ({who})" if who else because]
+    parts = [f"{reason} ({who})" if who else reason]
     if record.drain is not None and jobs_on(here):
         parts.append(f"to be left within {age(record.drain.until - now)}")
     if state != "silent" and record.look is not None and record.look.silent:

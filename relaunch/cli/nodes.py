@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relaunch.cli.terminal import Json, Why, check_reason, print_json, say, with_client
-from relaunch.config import Mistake, Settings, read_settings
+from relaunch.cli.terminal import Json, RequiredReason, check_reason, print_json, say, with_client
+from relaunch.config import ConfigError, Settings, read_settings
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -76,7 +76,7 @@ def nodes_show(
 @nodes_app.command("quarantine")
 def nodes_quarantine(
     node: Node,
-    because: Why,
+    reason: RequiredReason,
     drain: Annotated[bool, typer.Option("--drain", help="Also have it left by whoever has it.")] = False,
     within: Annotated[str | None, typer.Option(metavar="DURATION", help="With --drain: at the latest; default 30m.")] = None,
     fleet: Fleet = "default",
@@ -86,50 +86,50 @@ def nodes_quarantine(
     from relaunch.cli.node_pages import quarantined_sentence
 
     if within is not None and not drain:
-        raise Mistake(f"--within {within} is how long a drain may take: expected --drain with it")
+        raise ConfigError(f"--within {within} is how long a drain may take: expected --drain with it")
     if within is not None:
         check_duration(within)
-    answer = with_client(lambda client, s: fleets.quarantine(client, s.task_queue, fleet, node, because, drain, within))
+    answer = with_client(lambda client, s: fleets.quarantine(client, s.task_queue, fleet, node, reason, drain, within))
     finish(answer, fleet, lambda: quarantined_sentence(answer.fleet, node))
 
 
 @nodes_app.command("release")
-def nodes_release(node: Node, because: Why, fleet: Fleet = "default") -> None:
+def nodes_release(node: Node, reason: RequiredReason, fleet: Fleet = "default") -> None:
     """Vouch for a node, so that jobs are given it again; what was held against it does not count any more."""
     from relaunch.cli import fleets
     from relaunch.cli.node_pages import released_sentence
 
-    answer = with_client(lambda client, s: fleets.release(client, s.task_queue, fleet, node, because))
+    answer = with_client(lambda client, s: fleets.release(client, s.task_queue, fleet, node, reason))
     finish(answer, fleet, lambda: released_sentence(answer.fleet, node))
 
 
 @nodes_app.command("pause")
-def nodes_pause(because: Why, fleet: Fleet = "default") -> None:
+def nodes_pause(reason: RequiredReason, fleet: Fleet = "default") -> None:
     """Have no node of a fleet repaired, reset or rebooted, by nobody, until `nodes resume`. Jobs are given nodes as before."""
     from relaunch.cli import fleets
 
-    answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, because))
+    answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, reason))
     finish(answer, fleet, lambda: f"repairs of fleet {fleet} are paused by {answer.fleet.breaker.paused}")
 
 
 @nodes_app.command("resume")
-def nodes_resume(because: Why, fleet: Fleet = "default") -> None:
+def nodes_resume(reason: RequiredReason, fleet: Fleet = "default") -> None:
     """End a pause and close the breaker of a fleet. Repairs that asked meanwhile are refused; what is still needed asks again."""
     from relaunch.cli import fleets
 
-    answer = with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, because))
+    answer = with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, reason))
     finish(answer, fleet, lambda: f"fleet {fleet} gives nodes and has them repaired")
 
 
 @nodes_app.command("apply")
 def nodes_apply(
-    because: Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")] = "", fleet: Fleet = "default"
+    reason: Annotated[str, typer.Option(help="A clause that says why, for the history.")] = "", fleet: Fleet = "default"
 ) -> None:
     """Have a fleet read its file again, and print what that changes. The file is the worker's own (RELAUNCH_FLEETS, `up --fleet`), where
     the worker runs: none of this machine is sent. Without this it is read once a minute."""
     from relaunch.cli import fleets, node_pages
 
-    before, file, answer = with_client(lambda client, s: fleets.apply(client, s.task_queue, fleet, because))
+    before, file, answer = with_client(lambda client, s: fleets.apply(client, s.task_queue, fleet, reason))
     lines = node_pages.changes(before, file) or [f"fleet {fleet} has the {len(file.nodes)} nodes of its file already"]
     finish(answer, fleet, lambda: "\n".join([*lines, *node_pages.leaving(answer.fleet)]))
 
@@ -140,9 +140,9 @@ def check_duration(text: str) -> None:
     try:
         value = parse_duration(text)
     except ValueError as error:
-        raise Mistake(f"--within: {error}") from None
+        raise ConfigError(f"--within: {error}") from None
     if not isinstance(value, timedelta) or value <= timedelta(0):
-        raise Mistake(f"--within: {text!r} is not a duration: write it like 30s, 5m or 1h30m")
+        raise ConfigError(f"--within: {text!r} is not a duration: write it like 30s, 5m or 1h30m")
 
 
 def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
@@ -163,14 +163,14 @@ def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
 @nodes_app.command("declare-dead")
 def declare_dead(
     node: Node,
-    because: Annotated[str, typer.Option(callback=check_reason, help="How you know.")],
+    reason: Annotated[str, typer.Option(callback=check_reason, help="How you know.")],
     force: Annotated[bool, typer.Option("--force", help="Also where the node answers.")] = False,
 ) -> None:
     """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere. Refused where the node answers, unless
     --force: ranks that live there would go on beside the new ones."""
     from relaunch.cli import fleets
 
-    told = with_client(lambda client, s: fleets.declare_dead(client, s.task_queue, node, because, force))
+    told = with_client(lambda client, s: fleets.declare_dead(client, s.task_queue, node, reason, force))
     print(f"node {node} is dead: told {', '.join(told)}")
 
 
@@ -191,7 +191,7 @@ def nodes_check(
         _check_file(file, nodes or [], everything, as_json)
         return
     if not nodes:
-        raise Mistake(
+        raise ConfigError(
             "nodes check: expected a NODE of a running fleet, or --file FLEET.yaml to look at the nodes of a fleet file from here"
         )
     from relaunch.cli import fleets
@@ -246,7 +246,7 @@ def nodes_trust(
     if file is None:
         known = read_settings().fleets
         if len(known) != 1:
-            raise Mistake("nodes trust: expected --file FLEET.yaml, the fleet file that has the nodes")
+            raise ConfigError("nodes trust: expected --file FLEET.yaml, the fleet file that has the nodes")
         file = known[0]
     spec = files.read_fleet(file)
     keys = asyncio.run(direct.keys_of(spec, file, nodes or []))
@@ -256,21 +256,21 @@ def nodes_trust(
 
 @nodes_app.command("answer")
 def nodes_answer(
-    node: Node, decision: Annotated[str, typer.Argument(metavar="approve|deny")], because: Why, fleet: Fleet = "default"
+    node: Node, decision: Annotated[str, typer.Argument(metavar="approve|deny")], reason: RequiredReason, fleet: Fleet = "default"
 ) -> None:
     """Approve or deny what the repair of a node asks, whoever ordered it. A job's may also be answered with `relaunch answer JOB`."""
     from relaunch.cli import answers
 
     if decision not in ("approve", "deny"):
-        raise Mistake(f"{decision!r} is no answer, expected approve or deny")
-    with_client(lambda client, _: answers.for_node(client, fleet, node, decision, because))
+        raise ConfigError(f"{decision!r} is no answer, expected approve or deny")
+    with_client(lambda client, _: answers.for_node(client, fleet, node, decision, reason))
     print(f"{decision}: told the repair of {node}")
 
 
 @nodes_app.command("repair")
 def nodes_repair(
     node: Node,
-    because: Why,
+    reason: RequiredReason,
     reboot: Annotated[bool, typer.Option("--reboot", help="Reboot it, and prove that it did.")] = False,
     power_cycle: Annotated[bool, typer.Option("--power-cycle", help="Cycle its power by the command of the fleet file.")] = False,
     reset_gpus: Annotated[bool, typer.Option("--reset-gpus", help="Reset its GPUs.")] = False,
@@ -284,13 +284,13 @@ def nodes_repair(
     from relaunch.spec.policy import Strategy
 
     if [reboot, power_cycle, reset_gpus].count(True) != 1:
-        raise Mistake("what to do is missing, expected one of --reboot, --power-cycle and --reset-gpus")
+        raise ConfigError("what to do is missing, expected one of --reboot, --power-cycle and --reset-gpus")
     strategy = Strategy.RESET_GPU if reset_gpus else Strategy.REBOOT_NODE
     what = "power cycle" if power_cycle else str(strategy)
     say(f"{what} of {node}: see {repairs.repair_id(fleet, node)} in the web UI")
     ended = with_client(
-        lambda client, s: repairs.repair(client, s.task_queue, fleet, node, strategy, gpu or (), because, level, power_cycle)
+        lambda client, s: repairs.repair(client, s.task_queue, fleet, node, strategy, gpu or (), reason, level, power_cycle)
     )
-    print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.because}")
+    print(f"{node}: {ended.outcome}, {ended.verdict}: {ended.reason}")
     if ended.outcome != "done":
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Changes the policy of a running job, and tries a policy on what a job has met. Every refusal is a `Mistake`: one sentence."""
+"""Changes the policy of a running job, and tries a policy on what a job has met. Every refusal is a `ConfigError`: one sentence."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ValidationError
 
 from relaunch.cli import files
 from relaunch.cli.policy_views import short
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
 from relaunch.fields import duration
 from relaunch.job.apply import changed_keys
-from relaunch.job.replay import Replayed, named, rehearse, replay
+from relaunch.job.replay import Replayed, named, replay, simulate
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop, Wait
 from relaunch.spec.annotations import annotated
 from relaunch.spec.job import JobSpec
@@ -39,7 +39,7 @@ def read(source: str) -> Policy:
     if source in preset_names():
         return preset(source)
     if not Path(source).expanduser().exists():
-        raise Mistake(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+        raise ConfigError(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
     document = files.Document(Path(source).expanduser())
     return files.read_policy(str(document.path))
 
@@ -48,7 +48,7 @@ def parse_cause(word: str) -> Cause:
     try:
         return Cause(word.upper())
     except ValueError:
-        raise Mistake(f"--cause: {word!r} is no cause: one of {', '.join(Cause)}") from None
+        raise ConfigError(f"--cause: {word!r} is no cause: one of {', '.join(Cause)}") from None
 
 
 # --- change -------------------------------------------------------------------------------------------------------------------
@@ -61,11 +61,11 @@ class Changes:
     keys: dict[str, Any]
     document: files.Document | None = None
 
-    def refusal(self, error: ValidationError) -> Mistake:
+    def refusal(self, error: ValidationError) -> ConfigError:
         from relaunch.messages.jobs import explain
 
         where = "--set" if self.document is None else f"{self.document.path}:{self.document.line(tuple(error.errors()[0]['loc']))}"
-        return Mistake(f"{where}: {explain(error)}")
+        return ConfigError(f"{where}: {explain(error)}")
 
 
 def read_changes(source: str | None, words: Sequence[str]) -> Changes:
@@ -75,13 +75,13 @@ def read_changes(source: str | None, words: Sequence[str]) -> Changes:
         Mistake: none or both are given, or one cannot be read.
     """
     if bool(source) == bool(words):
-        raise Mistake("policy change: expected a file, or --set KEY=VALUE, and not both")
+        raise ConfigError("policy change: expected a file, or --set KEY=VALUE, and not both")
     if source is None:
         return Changes(_set(words))
     if source in preset_names():
         return Changes({"extends": source})
     if not Path(source).expanduser().exists():
-        raise Mistake(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
+        raise ConfigError(f"policy {source!r} is neither a preset ({', '.join(preset_names())}) nor a file")
     document = files.Document(Path(source).expanduser())
     return Changes(document.content, document)
 
@@ -93,24 +93,24 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         path, equals, written = word.partition("=")
         if not equals or not path or not written:
-            raise Mistake(f"--set: {word!r} is no KEY=VALUE: expected one such as max_restarts=12 or timeouts.lost_after=5m")
+            raise ConfigError(f"--set: {word!r} is no KEY=VALUE: expected one such as max_restarts=12 or timeouts.lost_after=5m")
         try:
             value = yaml.safe_load(written)
         except yaml.YAMLError:
-            raise Mistake(f"--set: {word!r}: the value is not YAML") from None
+            raise ConfigError(f"--set: {word!r}: the value is not YAML") from None
         parts = path.split(".")
         if len(parts) > 2:
-            raise Mistake(f"--set: {path} is too deep: {parts[0]}.{parts[1]} is replaced as a whole, which a file says better")
+            raise ConfigError(f"--set: {path} is too deep: {parts[0]}.{parts[1]} is replaced as a whole, which a file says better")
         if len(parts) == 1:
             keys[path] = value
         elif isinstance(keys.setdefault(parts[0], {}), dict):
             keys[parts[0]][parts[1]] = value
         else:
-            raise Mistake(f"--set: {parts[0]} is set as a whole and in part: choose one")
+            raise ConfigError(f"--set: {parts[0]} is set as a whole and in part: choose one")
     return keys
 
 
-async def change(client: Client, name: str, changes: Changes, because: str) -> list[str]:
+async def change(client: Client, name: str, changes: Changes, reason: str) -> list[str]:
     """Change the policy of a running job; return lines that say what changed.
 
     Raises:
@@ -125,32 +125,32 @@ async def change(client: Client, name: str, changes: Changes, because: str) -> l
 
     now = await look(client, name)
     if not now.open:
-        raise Mistake(f"job {name} has ended ({now.phase}): change_policy is for jobs that run")
+        raise ConfigError(f"job {name} has ended ({now.phase}): change_policy is for jobs that run")
     if now.state is None:
-        raise Mistake(f"job {name}: no worker answers for it, and the policy changes in the job: start a worker and try again")
+        raise ConfigError(f"job {name}: no worker answers for it, and the policy changes in the job: start a worker and try again")
     before = now.state.policy
     try:
         after = overlay(before, changes.keys)
     except ValidationError as error:
         raise changes.refusal(error) from None
     except ValueError as error:
-        raise Mistake(f"job {name}: {error}") from None
+        raise ConfigError(f"job {name}: {error}") from None
     if before == after:
         return [f"job {name}: nothing to change, its policy says so already"]
-    message = PolicyMessage(policy=changes.keys, because=because, by=whoami())
-    late = Mistake(f"job {name}: no answer within {CHANGED_WITHIN:g} s; look at `relaunch show {name}` before you say it again")
+    message = PolicyMessage(policy=changes.keys, reason=reason, by=whoami())
+    late = ConfigError(f"job {name}: no answer within {CHANGED_WITHIN:g} s; look at `relaunch show {name}` before you say it again")
     try:
         said: str = await asyncio.wait_for(
             handle_of(client, name).execute_update("change_policy", message, result_type=str), CHANGED_WITHIN
         )
     except WorkflowUpdateFailedError as error:
-        raise Mistake(f"job {name}: {getattr(error.cause, 'message', error.cause)}") from None
+        raise ConfigError(f"job {name}: {getattr(error.cause, 'message', error.cause)}") from None
     except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
         raise late from None
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
-        raise Mistake(f"job {name} has just ended: change_policy is for jobs that run") from None
+        raise ConfigError(f"job {name} has just ended: change_policy is for jobs that run") from None
     return [f"job {name}: {said}", *(f"  {line}" for line in changed_lines(before, after))]
 
 
@@ -209,7 +209,7 @@ def try_on_events(policy: Policy, path: Path) -> Trial:
 
     file = read_events(path, policy)
     policy, notes = _annotated(policy, file.spec)
-    return Trial(rehearse(policy, file.job(policy), file.steps), None if file.absolute else file.start, notes)
+    return Trial(simulate(policy, file.job(policy), file.steps), None if file.absolute else file.start, notes)
 
 
 async def try_on_history(client: Client, name: str, policy: Policy, run_id: str | None) -> Trial:
@@ -229,7 +229,7 @@ async def try_on_history(client: Client, name: str, policy: Policy, run_id: str 
     try:
         recorded = await recording(histories, client.namespace, client.data_converter)
     except NotReplayable as error:
-        raise Mistake(f"job {name}: this version of relaunch cannot replay its history: {error}") from None
+        raise ConfigError(f"job {name}: this version of relaunch cannot replay its history: {error}") from None
     policy, notes = _annotated(policy, recorded.job.spec)
     if not complete:
         notes = (*notes, f"older runs of job {name} are gone from the server: this begins at {histories[0].run_id}")
@@ -262,7 +262,7 @@ async def _histories(client: Client, name: str, run_id: str | None) -> tuple[lis
 
     found = await fetch(run_id or newest.run_id)
     if found is None:
-        raise Mistake(f"job {name} has no run {run_id!r}: its newest is {newest.run_id}")
+        raise ConfigError(f"job {name} has no run {run_id!r}: its newest is {newest.run_id}")
     runs = [found]
     while after := runs[-1].events[-1].workflow_execution_continued_as_new_event_attributes.new_execution_run_id:
         later = await fetch(after)
@@ -285,7 +285,7 @@ def trial_lines(trial: Trial) -> list[str]:
     for (time, kind, name), r in rows:
         left = f" [left: {text}]" if (text := getattr(r.decision, "left", "")) else ""
         then = f" [{r.differs}]" if r.differs else ""
-        lines.append(f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  {r.decision.because}{left}{then}")
+        lines.append(f"{'!' if r.differs else ' '} {time:>{times}}  {kind:<{kinds}}  {name:<{names}}  {r.decision.reason}{left}{then}")
     return [*lines, *_summary(trial)]
 
 
@@ -330,7 +330,7 @@ def _decision_view(decision: Decision) -> Mapping[str, Any]:
         "decision": decision.kind,
         "strategy": str(strategy) if strategy else None,
         "phase": str(decision.phase) if isinstance(decision, Wait | Stop) else None,
-        "because": decision.because,
+        "reason": decision.reason,
         "spent": isinstance(decision, Relaunch | Repair) and decision.spent,
         "left": decision.left if isinstance(decision, Relaunch | Repair) else "",
     }

@@ -1,4 +1,4 @@
-"""Looks at nodes and orders a repair of one. Every refusal is a `Mistake`: one sentence, nothing changed."""
+"""Looks at nodes and orders a repair of one. Every refusal is a `ConfigError`: one sentence, nothing changed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from relaunch.cli.client import TASK_TIMEOUT, whoami
 from relaunch.cli.files import check_name
 from relaunch.cli.job_views import age
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput, NodeRepairResult
 from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
-from relaunch.pool.state import NodeRecord, Standing
+from relaunch.pool.state import NodeRecord, NodeStatus
 from relaunch.spec.policy import Strategy
 
 CHECK_WITHIN = {0: timedelta(seconds=90), 1: timedelta(minutes=5), 2: timedelta(minutes=20), 3: timedelta(minutes=65)}
@@ -52,7 +52,7 @@ async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str
     except ActivityFailureError as error:
         cause = error.cause
         told = str(getattr(cause, "message", "") or cause or error)
-        raise Mistake(told if getattr(cause, "type", "") == "BadInput" else f"no worker answers for fleet {fleet}: {told}") from None
+        raise ConfigError(told if getattr(cause, "type", "") == "BadInput" else f"no worker answers for fleet {fleet}: {told}") from None
     return result
 
 
@@ -67,12 +67,12 @@ def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
         "job": jobs[0] if jobs else None,
         "gpus": item.gpus,
         "health": str(health.verdict),
-        "because": health.because,
+        "reason": health.reason,
         "by": (kept.by or None) if kept is not None else None,
-        "standing": str(Standing.IN_SERVICE if kept is None else kept.standing),
-        "reason": kept.because if kept is not None else "",
-        "history": [{"at": one.at.isoformat(), "what": "reboot", "because": one.because} for one in health.reboots],
-        "findings": [{"code": one.code, "role": str(one.role), "gpu": one.gpu, "because": one.because} for one in health.findings],
+        "standing": str(NodeStatus.IN_SERVICE if kept is None else kept.standing),
+        "standing_reason": kept.reason if kept is not None else "",
+        "history": [{"at": one.at.isoformat(), "what": "reboot", "reason": one.reason} for one in health.reboots],
+        "findings": [{"code": one.code, "role": str(one.role), "gpu": one.gpu, "reason": one.reason} for one in health.findings],
         "boot_id": health.boot_id,
     }
 
@@ -82,14 +82,14 @@ def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "BECAUSE"):
+    for title in ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON"):
         table.add_column(title, no_wrap=title in ("NODE", "STATE", "HEALTH"), justify="right" if title == "GPUS" else "left")
     for one in rows:
         reboots = [datetime.fromisoformat(each["at"]) for each in one["history"]]
         history = f"{len(reboots)} reboot{'s' if len(reboots) > 1 else ''}, the last {age(now - max(reboots))} ago" if reboots else ""
         by = f" by {one['by']}" if one["by"] else ""
-        kept = f"; {one['standing']}{by}: {one['reason']}" if one["reason"] else ""
-        table.add_row(one["name"], one["state"], one["job"] or "", str(one["gpus"]), one["health"], history, one["because"] + kept)
+        kept = f"; {one['standing']}{by}: {one['standing_reason']}" if one["standing_reason"] else ""
+        table.add_row(one["name"], one["state"], one["job"] or "", str(one["gpus"]), one["health"], history, one["reason"] + kept)
     Console(markup=False, highlight=False).print(table)
 
 
@@ -100,7 +100,7 @@ async def repair(
     node: str,
     strategy: Strategy,
     gpus: Sequence[str],
-    because: str,
+    reason: str,
     level: int,
     power: bool = False,
 ) -> NodeRepairResult:
@@ -114,7 +114,7 @@ async def repair(
         fleet=fleet,
         node=node,
         strategy=strategy,
-        because=because,
+        reason=reason,
         by=whoami(),
         deadline=datetime.now(UTC) + REPAIR_WITHIN,
         gpus=tuple(gpus),
@@ -133,7 +133,7 @@ async def repair(
             static_summary=f"{strategy} of {node}, ordered by {whoami()}",
         )
     except WorkflowAlreadyStartedError:
-        raise Mistake(f"node {node}: a repair of it is under way ({id_}); see it in the web UI, or cancel it there") from None
+        raise ConfigError(f"node {node}: a repair of it is under way ({id_}); see it in the web UI, or cancel it there") from None
     result: NodeRepairResult = await handle.result()
     return result
 

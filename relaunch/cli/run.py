@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from relaunch.cli import files
 from relaunch.cli.service import READY_WITHIN, RELAUNCH, STOP_WITHIN, write_local_fleet
-from relaunch.config import Mistake, Settings
+from relaunch.config import ConfigError, Settings
 from relaunch.temporal import connect, running_up
 
 INTERRUPTED = 130
@@ -30,9 +30,9 @@ def job_of(
 ) -> dict[str, Any]:
     """Return the job as a mapping of what was typed."""
     if not command:
-        raise Mistake("no command: write it after `--`, such as `relaunch run -- python train.py`")
+        raise ConfigError("no command: write it after `--`, such as `relaunch run -- python train.py`")
     if shutil.which(command[0]) is None:
-        raise Mistake(f"command {command[0]!r} is not found: expected a program on PATH or a path to one that may be executed")
+        raise ConfigError(f"command {command[0]!r} is not found: expected a program on PATH or a path to one that may be executed")
     optional = {"policy": policy, "fleet": fleet}
     return {
         "name": name or default_name(command),
@@ -50,7 +50,7 @@ def environment(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
     for item in wanted:
         name, equals, value = item.partition("=")
         if not equals and name not in ours:
-            raise Mistake(f"--env {name}: there is no such variable here; expected NAME=VALUE or the name of one that is set")
+            raise ConfigError(f"--env {name}: there is no such variable here; expected NAME=VALUE or the name of one that is set")
         chosen[name] = value if equals else ours[name]
     return chosen
 
@@ -78,9 +78,9 @@ class OwnService:
                 return up.address
             if self.process.poll() is not None:
                 lines = self.log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
-                raise Mistake(lines[-1].removeprefix("relaunch: "))
+                raise ConfigError(lines[-1].removeprefix("relaunch: "))
             await asyncio.sleep(0.02)
-        raise Mistake(f"the server did not come up within {READY_WITHIN:g} s: see {self.log}")
+        raise ConfigError(f"the server did not come up within {READY_WITHIN:g} s: see {self.log}")
 
     def stop(self) -> None:
         self.process.terminate()
@@ -113,7 +113,7 @@ def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
                 start_new_session=True,
             )
     except OSError as error:
-        raise Mistake(f"state folder {state} cannot be written: {error.strerror}; choose another with RELAUNCH_STATE") from None
+        raise ConfigError(f"state folder {state} cannot be written: {error.strerror}; choose another with RELAUNCH_STATE") from None
     return OwnService(state, process, log)
 
 

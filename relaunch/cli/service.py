@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
 
 RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"))
@@ -73,7 +73,7 @@ def find_server() -> Path:
     beside = Path(sys.executable).with_name("temporal")
     found = str(beside) if beside.exists() else shutil.which("temporal")
     if found is None:
-        raise Mistake("the temporal binary is neither in .venv/bin nor on PATH: run `make setup`")
+        raise ConfigError("the temporal binary is neither in .venv/bin nor on PATH: run `make setup`")
     return Path(found)
 
 
@@ -87,12 +87,14 @@ def prepare_state(state: Path) -> IO[str]:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (state / "up.lock").open("a+")
     except OSError as error:
-        raise Mistake(f"state folder {state} cannot be written: {error.strerror}; choose another with --state or RELAUNCH_STATE") from None
+        raise ConfigError(
+            f"state folder {state} cannot be written: {error.strerror}; choose another with --state or RELAUNCH_STATE"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise Mistake(f"another `relaunch up` runs on state folder {state}: choose another with --state") from None
+        raise ConfigError(f"another `relaunch up` runs on state folder {state}: choose another with --state") from None
     return lock
 
 
@@ -104,9 +106,9 @@ def choose_port(option: str, port: int) -> int:
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            raise Mistake(f"port {port} cannot be used: {error.strerror}; choose another with {option}") from None
+            raise ConfigError(f"port {port} cannot be used: {error.strerror}; choose another with {option}") from None
         except OverflowError:
-            raise Mistake(f"{port} is not a port: expected 0 to 65535 for {option}") from None
+            raise ConfigError(f"{port} is not a port: expected 0 to 65535 for {option}") from None
         return int(probe.getsockname()[1])
 
 
@@ -214,7 +216,7 @@ class Keeper:
                 )
             code = await self._process.wait()
             if code == 2:
-                raise Mistake(f"the {self._name} cannot start: {self.last_words()}")
+                raise ConfigError(f"the {self._name} cannot start: {self.last_words()}")
             backoff = FIRST_BACKOFF if time.monotonic() - begun > STEADY_AFTER else min(2 * backoff, LONGEST_BACKOFF)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._say(f"the {self._name} ended ({how}: {self.last_words()}); starting it again in {backoff:g} s")
@@ -264,9 +266,9 @@ async def _ready(service: Service, server: Keeper) -> None:
             client = await connect(service.state, service.address)
             await ensure_namespace(client)
             return
-        except Mistake:
+        except ConfigError:
             if time.monotonic() > deadline:
-                raise Mistake(f"the server did not come up within {READY_WITHIN:g} s: {server.last_words()}") from None
+                raise ConfigError(f"the server did not come up within {READY_WITHIN:g} s: {server.last_words()}") from None
         await asyncio.sleep(0.05)
 
 

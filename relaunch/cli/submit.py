@@ -16,7 +16,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import GENERATION, PHASE, TASK_TIMEOUT, WORKFLOW, whoami
 from relaunch.cli.files import check_name
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.job.state import JobState
 from relaunch.messages.jobs import WORKFLOW_ID_PREFIX, RetryMessage, TrainingJobInput
 from relaunch.spec.job import JobSpec
@@ -28,7 +28,7 @@ async def submit(
     task_queue: str,
     spec: JobSpec,
     policy: Policy,
-    because: str = "",
+    reason: str = "",
     previous: JobState | None = None,
     renew_budgets: bool = False,
     avoid: tuple[str, ...] = (),
@@ -42,7 +42,7 @@ async def submit(
         spec=spec,
         policy=policy,
         submitted_by=whoami(),
-        because=because,
+        reason=reason,
         previous=previous,
         renew_budgets=renew_budgets,
         avoid_nodes=avoid,
@@ -59,25 +59,25 @@ async def submit(
             static_summary=f"{spec.name}: {spec.size}"[:200],
             static_details=f"    {' '.join(spec.command)}"[:2000] + f"\n\nfleet {spec.fleet}, submitted by {argument.submitted_by}",
             search_attributes=TypedSearchAttributes([SearchAttributePair(PHASE, "QUEUED"), SearchAttributePair(GENERATION, 0)]),
-            memo={"phase": "QUEUED", "because": because or "submitted", "next": "nodes are acquired"},
+            memo={"phase": "QUEUED", "reason": reason or "submitted", "next": "nodes are acquired"},
         )
     except WorkflowAlreadyStartedError:
         from relaunch.cli.jobs import look
 
         now = await look(client, spec.name)
         generation = f", generation {now.state.generation}" if now.state else ""
-        raise Mistake(
+        raise ConfigError(
             f"job {spec.name} runs already ({now.phase}{generation}): expected another name, or `relaunch cancel {spec.name}` before"
         ) from None
     except RPCError as error:
         if error.status == RPCStatusCode.INVALID_ARGUMENT and "search attribute" in error.message.lower():
-            raise Mistake(
+            raise ConfigError(
                 f"namespace {client.namespace} does not know relaunch's search attributes: start a worker first, it adds them"
             ) from None
         raise
 
 
-async def retry(client: Client, task_queue: str, name: str, because: str, avoid: tuple[str, ...], renew_budgets: bool) -> str:
+async def retry(client: Client, task_queue: str, name: str, reason: str, avoid: tuple[str, ...], renew_budgets: bool) -> str:
     """Relaunch a running job, or start a closed one again from what it knew. Return a sentence that says which."""
     from relaunch.cli.jobs import describe, look, signal_open
 
@@ -85,11 +85,13 @@ async def retry(client: Client, task_queue: str, name: str, because: str, avoid:
     described = await describe(client, name)
     if described.status == WorkflowExecutionStatus.RUNNING:
         await signal_open(
-            client, name, "force_retry", RetryMessage(because=because, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets)
+            client, name, "force_retry", RetryMessage(reason=reason, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets)
         )
         return f"job {name} runs: it was asked for a new generation"
     now = await look(client, name)
     if now.state is None:
-        raise Mistake(f"job {name} ended as {now.status} without a result and no worker answers for it: start one, or submit the job anew")
-    await submit(client, task_queue, now.state.spec, now.state.policy, because, now.state, renew_budgets, avoid)
+        raise ConfigError(
+            f"job {name} ended as {now.status} without a result and no worker answers for it: start one, or submit the job anew"
+        )
+    await submit(client, task_queue, now.state.spec, now.state.policy, reason, now.state, renew_budgets, avoid)
     return f"job {name} had ended ({now.phase}): started again with its history and budgets"

@@ -8,7 +8,7 @@ from typing import Any
 
 from relaunch.cli import job_views
 from relaunch.cli.jobs import Look, Row
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 
 
 def row(item: Row) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
     if now.state is not None:
         return {**job_views.show(now.state, now.watch, at), "source": now.source}
     if "phase" not in now.memo:
-        raise Mistake(f"job {now.name} is {now.status} and left no word, and no worker answers for it: start a worker and try again")
+        raise ConfigError(f"job {now.name} is {now.status} and left no word, and no worker answers for it: start a worker and try again")
     nothing = dict.fromkeys(("progress", "incidents", "ranks", "generation", "incident", "ended", "exit_code", "submitted"))
     return {
         "name": now.name,
@@ -48,7 +48,7 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
         **nothing,
         "nodes": [],
         "budgets": {},
-        "because": now.memo.get("because"),
+        "reason": now.memo.get("reason"),
         "next": {"what": now.memo.get("next"), "at": None},
         "lost": [],
         "stalled": [],
@@ -60,7 +60,7 @@ def show_view(now: Look, at: datetime) -> dict[str, Any]:
 
 def print_show(view: Mapping[str, Any], now: Look) -> None:
     if now.state is None:
-        print(f"job         {view['name']}\nphase       {view['phase']}: {view['because']}\nnext        {view['next']['what']}")
+        print(f"job         {view['name']}\nphase       {view['phase']}: {view['reason']}\nnext        {view['next']['what']}")
         print("\nno worker answers: this is what the job itself wrote down last")
         return
     print("\n".join(job_views.show_lines(view, datetime.now(UTC))))

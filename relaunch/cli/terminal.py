@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from relaunch.config import Mistake, Settings, read_settings
+from relaunch.config import ConfigError, Settings, read_settings
 
 if TYPE_CHECKING:
     from temporalio.client import Client
 
 Json = Annotated[bool, typer.Option("--json", help="For scripts.")]
-Because = Annotated[str, typer.Option(help="Why, a clause for whoever reads the history.")]
+Reason = Annotated[str, typer.Option(help="A clause that says why, for the history.")]
 
 
 def check_reason(text: str) -> str:
@@ -26,11 +26,11 @@ def check_reason(text: str) -> str:
         Mistake: it is blank.
     """
     if not text.strip():
-        raise Mistake("--because is empty: expected a clause that says why, for those who read the history")
+        raise ConfigError("--reason is empty: expected a clause that says why, for those who read the history")
     return text
 
 
-Why = Annotated[str, typer.Option("--because", callback=check_reason, help="Why, a clause for whoever reads the history.")]
+RequiredReason = Annotated[str, typer.Option("--reason", callback=check_reason, help="A clause that says why, for the history.")]
 Job = Annotated[str, typer.Argument(metavar="JOB")]
 Value = TypeVar("Value")
 

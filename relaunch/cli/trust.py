@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from relaunch.cli.direct import NoKey, remember
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def trust(spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Call
     known = True
     for key in keys:
         if isinstance(key, NoKey):
-            print(f"{key.node}: {key.because}")
+            print(f"{key.node}: {key.reason}")
             known = False
         elif key.standing == "known":
             print(f"{key.node}: {key.algorithm} {key.fingerprint}, known already")
@@ -45,7 +45,7 @@ def _unknown(spec: FleetSpec, key: HostKey, yes: bool, ask: Callable[[str], str]
     print(f"{key.node} ({address}): {key.algorithm} {key.fingerprint}, to be written into {key.file}")
     if not yes:
         if ask is None:
-            raise Mistake(
+            raise ConfigError(
                 f"there is no terminal to ask at whether that is {key.node}'s key: compare it with the machine's own, then add --yes"
             )
         print(f"  on the machine itself: ssh-keygen -lf /etc/ssh/ssh_host_{key.algorithm.lower()}_key.pub")
@@ -60,10 +60,10 @@ def _unknown(spec: FleetSpec, key: HostKey, yes: bool, ask: Callable[[str], str]
 
 def _danger(key: HostKey) -> str:
     if key.standing == "revoked":
-        return f"{key.node}: {key.because}: whoever has that key is not to be trusted. Nothing written"
+        return f"{key.node}: {key.reason}: whoever has that key is not to be trusted. Nothing written"
     name, file = shlex.quote(key.known_as), key.told_by or key.file
     return (
-        f"{key.node}: {key.because}\n"
+        f"{key.node}: {key.reason}\n"
         "  Somebody who answers in the node's place would look exactly like this, and would be given your commands and your secrets.\n"
         "  If the machine was installed anew, and you know it from somewhere else than this connection, forget the old key first:\n"
         f"      ssh-keygen -R {name} -f {file if file.startswith('~/') else shlex.quote(file)}\n"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from relaunch.cli.warm_client import ANSWER_WITHIN, GO, PASSED_ON, PROTOCOL, SOCKET, namespaces
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
@@ -62,7 +62,7 @@ def serve(state: Path, main: Callable[[], int]) -> NoReturn:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
-        raise Mistake(f"{len(threads)} threads run after the imports: expected 1, a fork would have lost the others")
+        raise ConfigError(f"{len(threads)} threads run after the imports: expected 1, a fork would have lost the others")
     listener = _listen(state)
     # What is here now is in every fork; the collector must not touch it, which would copy its pages.
     gc.freeze()
@@ -114,7 +114,7 @@ def _listen(state: Path) -> socket.socket:
     try:
         folder = state.stat()
         if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
-            raise Mistake(f"state folder {state} can be written by others: expected one that is yours alone, for {SOCKET} in it")
+            raise ConfigError(f"state folder {state} can be written by others: expected one that is yours alone, for {SOCKET} in it")
         # By its name alone: a socket's path may have no more than 107 bytes.
         os.chdir(state)
         Path(SOCKET).unlink(missing_ok=True)
@@ -124,7 +124,7 @@ def _listen(state: Path) -> socket.socket:
         os.umask(before)
         listener.listen(BACKLOG)
     except OSError as error:
-        raise Mistake(f"there can be no socket {SOCKET} in state folder {state}: {error.strerror}") from None
+        raise ConfigError(f"there can be no socket {SOCKET} in state folder {state}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
 

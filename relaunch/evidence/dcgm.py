@@ -57,7 +57,7 @@ _OTHER_EXITS = {126: "dcgmi may not be executed", 127: "dcgmi is not installed",
 class Examination:
     verdict: Verdict
     advice: Advice
-    because: str
+    reason: str
     findings: tuple[Finding, ...]
     """The gravest first."""
     version: str
@@ -128,14 +128,14 @@ def read_diag(stdout: str, exit_code: int | None, catalog_overrides: Mapping[int
     return Examination(
         verdict=_VERDICTS.get(advice, Verdict.UNKNOWN),
         advice=advice,
-        because=_because(reasons, readings),
+        reason=_reason(reasons, readings),
         findings=_findings(judged, ended, exit_code),
         version=next((document.version for document in documents if document.version), ""),
         tests_run=sum(reading.tests_run for reading in readings),
     )
 
 
-def _because(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
+def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
     if not reasons:
         tests, skipped = sum(reading.tests_run for reading in readings), sum(reading.skipped for reading in readings)
         gpus = sorted({gpu for reading in readings for gpu in reading.gpus}, key=int)
@@ -341,8 +341,8 @@ def _findings(judged: list[tuple[Advice, _Error]], ended: tuple[Advice, str] | N
         if cause is not None and error.where.startswith("CPU"):
             cause = Cause.NODE_FAULT
         row = _row(error)
-        because = shorten(error.text, 200) or (row.title if row else "an error without a text")
-        findings.append((advice, Finding("dcgm", _code(error), role, because, cause, error.gpu)))
+        reason = shorten(error.text, 200) or (row.title if row else "an error without a text")
+        findings.append((advice, Finding("dcgm", _code(error), role, reason, cause, error.gpu)))
     if ended and exit_code is not None:
         role, cause = _ROLES[ended[0]]
         findings.append((ended[0], Finding("dcgm", f"dcgmi exit {exit_code}", role, ended[1], cause)))

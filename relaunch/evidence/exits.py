@@ -47,7 +47,7 @@ def read_exit(
     if stopped:
         return Finding("exit", code, Role.CASCADE, f"{how}: we stopped it", pid=pid)
     if inner == SIGKILL and (killer := _killed_for_memory(kernel, pid, direct=signal is not None)):
-        return Finding("exit", code, Role.ROOT, f"{how}: {killer.because}", Cause.OUT_OF_MEMORY, pid=pid)
+        return Finding("exit", code, Role.ROOT, f"{how}: {killer.reason}", Cause.OUT_OF_MEMORY, pid=pid)
     row = catalog.exits.get(code) or (catalog.exits.get(signal_name(inner)) if inner is not None else None)
     return _of_row(row, code, how, pid, by_signal=inner is not None)
 
@@ -120,6 +120,6 @@ def read_ecs_stop(stop_code: str | None, reason: str, exit_code: int | None, cat
             return Finding("ecs", f"ecs {stop_code or 'unknown'}", row.role, f"{what}: {row.meaning}{said}", row.cause)
     if exit_code is not None:
         read = read_exit(exit_code, None, stopped=False, kernel=(), pid=None, catalog=catalog)
-        return replace(read, source="ecs", because=f"{what}: {read.because}{said}")
+        return replace(read, source="ecs", reason=f"{what}: {read.reason}{said}")
     why = "it ended without an exit code" if stop_code == "EssentialContainerExited" else "our catalog does not know this stop"
     return Finding("ecs", f"ecs {stop_code or 'unknown'}", Role.SYMPTOM, f"{what}: {why}{said}", Cause.UNKNOWN)

@@ -46,7 +46,7 @@ class Finding:
     code: str
     """What a policy or a budget can name: `Xid 79`, `SXid 20034`, `DCGM 80`, `exit 137`, `SIGSEGV`, `log cuda_oom`, `oom-kill`."""
     role: Role
-    because: str
+    reason: str
     """A clause for a person, with what matters of the raw text."""
     cause: Cause | None = None
     """What it is evidence of; None where it is evidence of nothing by itself."""

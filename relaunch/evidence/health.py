@@ -55,7 +55,7 @@ class Reboot:
 
     at: datetime
     """By the node's clock."""
-    because: str
+    reason: str
     id: str = ""
     """Of the repair that ordered it."""
     boot_id: str = ""
@@ -65,7 +65,7 @@ class Reboot:
 @dataclass(frozen=True, slots=True)
 class Health:
     verdict: Verdict
-    because: str
+    reason: str
     """What made it so, the gravest first; of a healthy node what was examined."""
     findings: tuple[Finding, ...] = ()
     """The gravest first."""
@@ -107,15 +107,15 @@ def read_health(
 
     Args:
         facts: The answer to a probe; None where there was none.
-        diag: The answer to diagnose, a refusal as `{"refused": why, "because": …}`; None where it was not asked. Where it comes from a
-            health check that tells by its exit code alone, `{"contract": "healthy" | "faulty" | "inconclusive", "because": …}`.
+        diag: The answer to diagnose, a refusal as `{"refused": why, "reason": …}`; None where it was not asked. Where it comes from a
+            health check that tells by its exit code alone, `{"contract": "healthy" | "faulty" | "inconclusive", "reason": …}`.
         expected_gpus: What the fleet file says.
         level: Of `dcgmi diag`; 0: it is not asked for.
         catalog: With the user's overrides.
         unread: Why there is no answer to the probe.
     """
     if not isinstance(facts, Mapping) or facts.get("outcome") != "done":
-        said = text(facts.get("because")) if isinstance(facts, Mapping) else ""
+        said = text(facts.get("reason")) if isinstance(facts, Mapping) else ""
         why = text(unread) or said or "it did not answer a probe"
         return Health(Verdict.UNKNOWN, why, busy=("who uses it is not known",), journal_unread=why, unread=(why,))
     health = _probed(facts, expected_gpus, catalog)
@@ -134,7 +134,7 @@ def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: C
     stdout, exit_code = diag.get("stdout"), diag.get("exit_code", "")
     missing = ""
     if "refused" in diag:
-        missing = f"dcgmi diag was refused ({text(diag['refused'])}): {text(diag.get('because'))}"
+        missing = f"dcgmi diag was refused ({text(diag['refused'])}): {text(diag.get('reason'))}"
     elif diag.get("outcome") != "done":
         missing = f"dcgmi diag: {unreadable(diag.get('outcome'))}"
     elif "missing" in diag:
@@ -153,7 +153,7 @@ def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: C
 
 def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
     """The verdict with what an exit code says: 0 healthy, 1 faulty, and every other one nothing."""
-    because = text(diag.get("because")) or "no reason given"
+    reason = text(diag.get("reason")) or "no reason given"
     unread = tuple(clause for clause in health.unread if clause != NOT_PROBED)
     # It cannot tell a boot id, unless that of EC2. One that the node ended is killed, and that is inconclusive.
     if diag.get("boot_id", health.boot_id) != health.boot_id:
@@ -162,10 +162,10 @@ def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
         case "healthy":
             return _judged(replace(health, unread=unread, examined=(*health.examined, "its health check")))
         case "faulty":
-            finding = Finding("dcgm", "health check", Role.ROOT, f"its health check found a fault: {because}", Cause.GPU_FATAL)
+            finding = Finding("dcgm", "health check", Role.ROOT, f"its health check found a fault: {reason}", Cause.GPU_FATAL)
             return _judged(replace(health, unread=unread, findings=(*health.findings, finding)))
         case _:
-            return _judged(replace(health, unread=(*unread, f"its health check says nothing: {because}")))
+            return _judged(replace(health, unread=(*unread, f"its health check says nothing: {reason}")))
 
 
 # --- what the probe says
@@ -269,7 +269,7 @@ def _reboots(rows: object) -> tuple[Reboot, ...] | None:
             return None
         boot_id = row.get("boot_id")
         known = isinstance(boot_id, str) and _BOOT_ID.fullmatch(boot_id)
-        reboots.append(Reboot(at, text(row.get("because"), 120), text(row.get("id"), LONGEST_ID), boot_id if known else ""))
+        reboots.append(Reboot(at, text(row.get("reason"), 120), text(row.get("id"), LONGEST_ID), boot_id if known else ""))
     return tuple(sorted(reboots, key=lambda one: one.at)[-MAX_REBOOTS:])
 
 
@@ -284,18 +284,18 @@ def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> 
     if diag is not None:
         examined = (*examined, f"dcgmi diag -r {level}")
         if diag.verdict is Verdict.UNKNOWN:
-            unread = (*unread, f"dcgmi diag -r {level}: {diag.because}")
+            unread = (*unread, f"dcgmi diag -r {level}: {diag.reason}")
     if sick or (diag is not None and diag.verdict is Verdict.UNHEALTHY):
-        verdict, because = Verdict.UNHEALTHY, _clauses(_reasons(sick, diag, level))
+        verdict, reason = Verdict.UNHEALTHY, _clauses(_reasons(sick, diag, level))
     elif unread:
-        verdict, because = Verdict.UNKNOWN, _clauses([*unread, *_symptoms(findings)])
+        verdict, reason = Verdict.UNKNOWN, _clauses([*unread, *_symptoms(findings)])
     else:
         said = _symptoms(findings)
-        verdict, because = Verdict.HEALTHY, f"{', '.join(examined)}: {f'nothing broken; {_clauses(said)}' if said else 'nothing found'}"
+        verdict, reason = Verdict.HEALTHY, f"{', '.join(examined)}: {f'nothing broken; {_clauses(said)}' if said else 'nothing found'}"
     return replace(
         health,
         verdict=verdict,
-        because=because,
+        reason=reason,
         findings=findings,
         gpus=tuple(gpus),
         examined=examined,
@@ -305,14 +305,14 @@ def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> 
 
 def _reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[str]:
     """One clause for all that DCGM found, in its own order of gravity, among those of the others."""
-    said = f"dcgmi diag -r {level}: {diag.because}" if diag is not None else ""
-    reasons = [said if finding.source == "dcgm" and said else finding.because for finding in sick]
+    said = f"dcgmi diag -r {level}: {diag.reason}" if diag is not None else ""
+    reasons = [said if finding.source == "dcgm" and said else finding.reason for finding in sick]
     return reasons or [said]
 
 
 def _symptoms(findings: tuple[Finding, ...]) -> list[str]:
     shown = [finding for finding in findings if finding.role in (Role.ROOT, Role.SYMPTOM) or finding.code == "kernel log unreadable"]
-    return [finding.because for finding in shown if finding.source != "dcgm"]
+    return [finding.reason for finding in shown if finding.source != "dcgm"]
 
 
 def _clauses(clauses: list[str]) -> str:

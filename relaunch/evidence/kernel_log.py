@@ -74,7 +74,7 @@ class _Read:
         return self.row.code if self.row else 0
 
     def but(self, role: Role, cause: Cause | None, words: str) -> _Read:
-        return replace(self, finding=replace(self.finding, role=role, cause=cause, because=f"{self.finding.because}; {words}"))
+        return replace(self, finding=replace(self.finding, role=role, cause=cause, reason=f"{self.finding.reason}; {words}"))
 
 
 def kernel_evidence(line: str) -> bool:
@@ -105,8 +105,8 @@ def _line(line: str, catalog: Catalog) -> _Read | None:
             code = f"{row.code} {named['number']}" if "number" in named else row.code
             gpu, pid = named.get("gpu"), named.get("pid")
             about = f"{code} on {gpu}: {row.meaning}" if gpu else row.meaning
-            because = f"{about} ({line[found.start() :][:EXCERPT].strip()})"
-            return _Read(Finding("kernel", code, row.role, because, row.cause, gpu, int(pid) if pid else None, at))
+            reason = f"{about} ({line[found.start() :][:EXCERPT].strip()})"
+            return _Read(Finding("kernel", code, row.role, reason, row.cause, gpu, int(pid) if pid else None, at))
     return None
 
 
@@ -126,10 +126,10 @@ def _xid(found: re.Match[str], at: float | None, catalog: Catalog) -> _Read:
         meaning = f"{meaning}, {decoded}"
     elif row is not None and not row.by_user and code == ACTION_CHANGED:
         action, role, cause, meaning = _action(text, catalog)
-    because = f"Xid {code} on GPU {gpu}{who}: {meaning}"
+    reason = f"Xid {code} on GPU {gpu}{who}: {meaning}"
     if text and text.rstrip(".").lower() not in meaning.lower():
-        because += f" ({text[:EXCERPT].strip()})"
-    finding = Finding("kernel", f"Xid {code}", role, because, cause, gpu, pid, at)
+        reason += f" ({text[:EXCERPT].strip()})"
+    finding = Finding("kernel", f"Xid {code}", role, reason, cause, gpu, pid, at)
     return _Read(finding, row if row and not row.by_user else None, action)
 
 

@@ -47,7 +47,7 @@ def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str
             unread.append(f"disk {path} cannot be read")
         role, cause = (Role.ROOT, Cause.NODE_FAULT) if of_state else (Role.SYMPTOM, None)
         if row is not None and writable is False:
-            words = f"{path} cannot be written to: {text(row.get('because')) or 'no reason given'}"
+            words = f"{path} cannot be written to: {text(row.get('reason')) or 'no reason given'}"
             # An ordinary user may not write to `/`, on the best of nodes.
             findings.append(Finding("node", "disk", role if of_state else Role.INFORMATION, words, cause))
         elif free is not None and free < MIN_FREE:
@@ -116,4 +116,4 @@ def _encodable(line: str) -> str:
 def _kept(found: Finding) -> Finding:
     """A line may hold a thousand digits where a number belongs."""
     at = found.at if found.at is not None and found.at < MOST else None
-    return replace(found, because=text(found.because), gpu=found.gpu and found.gpu[:40], pid=count(found.pid), at=at)
+    return replace(found, reason=text(found.reason), gpu=found.gpu and found.gpu[:40], pid=count(found.pid), at=at)

@@ -66,8 +66,8 @@ def read_gpus(answer: object, expected: int, catalog: Catalog) -> GpuReading:
     gpus = [_Gpu(row, position, catalog) for position, row in enumerate(rows)]
     findings = [finding for gpu in gpus for finding in gpu.findings]
     if len(gpus) < expected:
-        because = f"only {len(gpus)} of {expected} GPUs are there"
-        findings.append(Finding("nvml", "GPU missing", Role.ROOT, because, Cause.GPU_FATAL))
+        reason = f"only {len(gpus)} of {expected} GPUs are there"
+        findings.append(Finding("nvml", "GPU missing", Role.ROOT, reason, Cause.GPU_FATAL))
     by_index = {gpu.index: gpu.bus for gpu in gpus}
     return GpuReading(
         findings=tuple(findings),

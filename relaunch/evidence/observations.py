@@ -68,7 +68,7 @@ class RanksFenced:
     node: str
     at: datetime
     why: str
-    because: str
+    reason: str
     kind: Literal["RanksFenced"] = "RanksFenced"
 
 
@@ -78,7 +78,7 @@ class RanksVanished:
 
     node: str
     at: datetime
-    because: str
+    reason: str
     rebooted: bool = False
     kernel: tuple[str, ...] = ()
     kernel_unreadable: str | None = None

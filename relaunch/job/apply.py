@@ -1,4 +1,4 @@
-"""How a job's memory changes: `absorb` takes an event in, `evolve` writes a decision down. Nothing here chooses."""
+"""How a job's memory changes: `apply_event` takes an event in, `apply_decision` writes a decision down. Nothing here chooses."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from relaunch.job.events import (
     Answered,
     CancelRequested,
     DeadlinePassed,
+    DrainCancelled,
+    DrainRequested,
     Event,
     FaultObserved,
     IncidentsArchived,
@@ -23,8 +25,6 @@ from relaunch.job.events import (
     LaunchFailed,
     LaunchOrdered,
     LaunchRefused,
-    LeaveAsked,
-    LeaveWithdrawn,
     MessageRejected,
     NodeDeclaredDead,
     NodeReturned,
@@ -84,7 +84,7 @@ NAMED_VERDICTS = 4
 """Verdicts that the reason of an incident's fault names."""
 
 
-def absorb(job: JobState, event: Event, now: datetime) -> JobState:
+def apply_event(job: JobState, event: Event, now: datetime) -> JobState:
     """Take in what an event says, before anything is decided about it."""
     if isinstance(event, LaunchOrdered):
         # Whatever was decided since: what was ordered may have reached a node.
@@ -123,7 +123,7 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
             examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, late) for node in nodes)
             return replace(job, recovering=replace(job.recovering, examined=examined))
         case RepairEnded() if event.outcome != "done" and answers(job, event):
-            return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.because}")
+            return _repair_failed(job, f"{event.strategy} {event.outcome}: {event.reason}")
         case DeadlinePassed() if job.phase is Phase.REPAIRING:
             return _repair_failed(job, f"the repair did not end within {duration(job.policy.timeouts.reboot)}")
         case RepairAsks() if job.phase is Phase.REPAIRING and job.recovering is not None:
@@ -153,23 +153,23 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case RanksStopped():
             incident = replace(job.incident, stopped=event.at) if job.incident else None
             return replace(prove_stopped(job, event.nodes), incident=incident)
-        case LeaveAsked() if event.node in {slot.node for slot in job.slots}:
+        case DrainRequested() if event.node in {slot.node for slot in job.slots}:
             return _asked_to_leave(job, event)
-        case LeaveWithdrawn() if wanted(job, event.node) is not None:
+        case DrainCancelled() if wanted(job, event.node) is not None:
             job = replace(job, leaving=tuple(one for one in job.leaving if one.node != event.node))
-            return _notice(job, f"nobody wants {event.node} any more" + (f": {event.because}" if event.because else ""))
+            return _notice(job, f"nobody wants {event.node} any more" + (f": {event.reason}" if event.reason else ""))
         case Answered() if event.node and not may_answer_leave(job, event.decision, event.node, now):
             return _answered_leave(job, event, now)
         case NodeDeclaredDead():
             job = forget_node(job, event.node)
-            return _notice(job, f"{event.by or 'a person'} declared {event.node} dead" + (f": {event.because}" if event.because else ""))
+            return _notice(job, f"{event.by or 'a person'} declared {event.node} dead" + (f": {event.reason}" if event.reason else ""))
         case PolicyChanged():
             who = event.by or "a person"
             keys = changed_keys(job.policy, event.policy)
-            changes = (*job.policy_changes, PolicyChange(now, who, event.because, keys))[-KEPT_NOTICES:]
+            changes = (*job.policy_changes, PolicyChange(now, who, event.reason, keys))[-KEPT_NOTICES:]
             job = replace(job, policy=event.policy, policy_changes=changes)
             what = ", ".join(keys) or "nothing"
-            return _notice(job, f"{who} changed the policy ({what})" + (f": {event.because}" if event.because else ""))
+            return _notice(job, f"{who} changed the policy ({what})" + (f": {event.reason}" if event.reason else ""))
         case IncidentsArchived():
             return replace(job, incidents=job.incidents[event.count :], incidents_archived=job.incidents_archived + event.count)
         case SubmissionRaised() if not job.slots:
@@ -178,7 +178,7 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
                 replace(job, submission=raised), "the server's clock was set back: this submission is numbered after the last one"
             )
         case MessageRejected():
-            return _notice(job, f"{event.name} {event.what}: {event.because}")
+            return _notice(job, f"{event.name} {event.what}: {event.reason}")
         case CancelRequested():
             return job
         case _:
@@ -198,7 +198,7 @@ def _absorb_late(job: JobState, event: Event) -> JobState:
 
 def _absorb_examination(job: JobState, recovering: Recovering, event: NodesExamined, now: datetime) -> JobState:
     unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
-    reason = "; ".join(f"{one.node} examined: {one.verdict}, {one.because}" for one in unhealthy[:NAMED_VERDICTS])
+    reason = "; ".join(f"{one.node} examined: {one.verdict}, {one.reason}" for one in unhealthy[:NAMED_VERDICTS])
     job = replace(job, recovering=replace(recovering, examined=event.examined))
     return add_unhealthy_nodes(job, recovering.fault, tuple(one.node for one in unhealthy), reason, now)
 
@@ -206,7 +206,12 @@ def _absorb_examination(job: JobState, recovering: Recovering, event: NodesExami
 def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
     job = replace(job, lost=tuple(lost for lost in job.lost if lost.node != event.node))
     job = withdraw_loss(job, event.node)
-    if job.incident is None or job.owed is not None or job.lost or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions):
+    if (
+        job.incident is None
+        or job.deferred_fault is not None
+        or job.lost
+        or any(d.decision not in ("Wait", "Ask") for d in job.incident.decisions)
+    ):
         return job
     return close_incident(job, now, f"{event.node} came back by itself, nothing was stopped")
 
@@ -221,22 +226,22 @@ def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -
     return replace(job, next=asks, recovering=replace(recovering, questions=questions, repair=repair))
 
 
-def _asked_to_leave(job: JobState, event: LeaveAsked) -> JobState:
+def _asked_to_leave(job: JobState, event: DrainRequested) -> JobState:
     known = wanted(job, event.node)
     # Who asks again for the same reason asks nothing new: a fleet that was begun anew does.
-    denied = known.denied if known is not None and (known.by, known.because) == (event.by, event.because) else ""
-    asked = Leaving(event.node, event.because, event.by, event.until, denied)
+    denied = known.denied if known is not None and (known.by, known.reason) == (event.by, event.reason) else ""
+    asked = Leaving(event.node, event.reason, event.by, event.until, denied)
     if known == asked:
         return job
     job = replace(job, leaving=(*(one for one in job.leaving if one is not known), asked))
     until = event.until.isoformat(timespec="minutes")
-    return _notice(job, f"{event.by or 'a person'} wants {event.node} by {until}" + (f": {event.because}" if event.because else ""))
+    return _notice(job, f"{event.by or 'a person'} wants {event.node} by {until}" + (f": {event.reason}" if event.reason else ""))
 
 
 def _answered_leave(job: JobState, event: Answered, now: datetime) -> JobState:
     one = wanted(job, event.node)
     assert one is not None, "else it is no answer"
-    who, reason = event.by or "a person", f": {event.because}" if event.because else ""
+    who, reason = event.by or "a person", f": {event.reason}" if event.reason else ""
     if event.decision == "deny":
         after, said = replace(one, denied=f"{who} said no{reason}"), f"not left before {clock(one.until)}"
     else:
@@ -252,7 +257,7 @@ def _acquired(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
     return replace(job, slots=event.slots, fewer=event.fewer, leaving=tuple(one for one in job.leaving if one.node in used))
 
 
-def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
+def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState:
     """Write a decision down. A launch's number and its try are spent here, before anything is started."""
     if isinstance(decision, Ignore):
         return job
@@ -261,7 +266,7 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
         case Relaunch():
             known = {avoided.node for avoided in job.avoided}
             by_rung = decision.take is not None
-            avoided = (*job.avoided, *(Avoided(node, decision.because, now, by_rung) for node in decision.avoid if node not in known))
+            avoided = (*job.avoided, *(Avoided(node, decision.reason, now, by_rung) for node in decision.avoid if node not in known))
             if decision.renew_budgets:
                 job = replace(job, restarts_spent=0, renewed_at=now, flat_generations=0, tries=())
             if decision.take is not None:
@@ -271,50 +276,50 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
                 furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
             if job.incident is None and job.launched_at is not None:  # of a launch for a fault the incident tells
                 how = f", {decision.strategy}" if decision.strategy is not None else ""
-                job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.because}")
+                job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.reason}")
             return replace(
                 job,
                 generation=decision.generation,
                 strategy=decision.strategy,
                 phase=Phase.LAUNCHING,
-                because=decision.because,
+                reason=decision.reason,
                 next=Next(f"generation {decision.generation} is launched"),
                 avoided=avoided,
                 furthest_step=furthest,
                 progress=None,
                 launched_at=None,
-                owed=None,
+                deferred_fault=None,
                 recovering=None,
             )
         case Examine():
             return replace(
                 job,
                 phase=Phase.EXAMINING,
-                because=decision.because,
+                reason=decision.reason,
                 next=Next(decision.next, decision.until),
                 recovering=_recovering(job, decision.fault),
-                owed=None,
+                deferred_fault=None,
             )
         case Repair():
             on = f" gpu {', '.join(decision.gpus)}" if decision.gpus else ""
             return replace(
                 _take(job, decision.take),
                 phase=Phase.REPAIRING,
-                because=decision.because,
+                reason=decision.reason,
                 next=Next(f"{decision.strategy} of {', '.join(decision.nodes[:4])}{on}, then a new generation", decision.until),
                 recovering=_recovering(job, decision.fault),
-                owed=None,
+                deferred_fault=None,
             )
         case Wait():
             snoozed = decision.phase is Phase.WAITING_FOR_PERSON
-            return replace(job, phase=decision.phase, because=decision.because, next=Next(decision.next, decision.until), snoozed=snoozed)
+            return replace(job, phase=decision.phase, reason=decision.reason, next=Next(decision.next, decision.until), snoozed=snoozed)
         case Ask():
             until = now + job.policy.timeouts.answer_within
             what = "a reminder" if job.lost else "the job fails"
             return replace(
                 job,
                 phase=Phase.WAITING_FOR_PERSON,
-                because=decision.because,
+                reason=decision.reason,
                 next=Next(decision.question) if decision.waits else Next(f"{decision.question} Without an answer: {what}", until),
                 asked=decision,
                 snoozed=False,
@@ -323,7 +328,7 @@ def evolve(job: JobState, decision: Decision, now: datetime) -> JobState:
             return replace(
                 job,
                 phase=Phase.STOPPING,
-                because=decision.because,
+                reason=decision.reason,
                 next=Next(f"the job ends as {decision.phase} when no rank is left"),
                 ending=decision,
                 exit_code=decision.exit_code,
@@ -346,7 +351,7 @@ def finish(job: JobState, now: datetime) -> JobState:
     assert job.ending is not None
     ending = job.ending
     job = close_incident(job, now, f"the job ended: {ending.phase}")
-    return replace(job, phase=ending.phase, because=ending.because, next=Next("nothing: the job has ended"), ended_at=now)
+    return replace(job, phase=ending.phase, reason=ending.reason, next=Next("nothing: the job has ended"), ended_at=now)
 
 
 def resubmit(
@@ -360,7 +365,7 @@ def resubmit(
         submitted_by=submitted_by,
         submitted_at=now,
         phase=Phase.QUEUED,
-        because="submitted again",
+        reason="submitted again",
         next=Next("nodes are acquired"),
         generation=0,
         slots=(),
@@ -368,7 +373,7 @@ def resubmit(
         strategy=None,
         leaving=(),
         lost=(),
-        owed=None,
+        deferred_fault=None,
         recovering=None,
         avoided=(*previous.avoided, *(Avoided(node, f"asked for by {submitted_by}", now) for node in avoid if node not in known)),
         progress=None,
@@ -386,21 +391,21 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
     job = replace(job, recovering=None)
     if diagnosis.cause is Cause.NODE_LOST and isinstance(fault, FaultObserved | RanksHung):
         known = set(job.lost_names)
-        because = "it was silent when its gang failed"
-        silent = tuple(LostNode(node, now - age, because, unheard_for=age) for node, age in fault.silent if node not in known)
+        reason = "it was silent when its gang failed"
+        silent = tuple(LostNode(node, now - age, reason, unheard_for=age) for node, age in fault.silent if node not in known)
         job = replace(job, lost=(*job.lost, *silent))
     if diagnosis.cause in OWN_CAUSES and job.progress is not None and job.furthest_step is not None:
         flat = job.progress.step <= job.furthest_step
         job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)
     if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
         # A gang that stands still goes on when its lost node does; a rank that failed has failed.
-        job = replace(job, owed=diagnose(replace(job, lost=()), fault))
+        job = replace(job, deferred_fault=diagnose(replace(job, lost=()), fault))
     opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
     return open_incident(job, diagnosis, opened, now)
 
 
 def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:
-    gone = LostNode(event.node, now - event.unheard_for, event.because, unheard_for=event.unheard_for, is_elsewhere=event.is_elsewhere)
+    gone = LostNode(event.node, now - event.unheard_for, event.reason, unheard_for=event.unheard_for, is_elsewhere=event.is_elsewhere)
     lost = (*(lost for lost in job.lost if lost.node != event.node), gone)
     diagnosis = Diagnosis(Cause.NODE_LOST, explain_unreachable(event), nodes=(event.node,))
     return open_incident(replace(job, lost=lost), diagnosis, now - event.unheard_for, now)
@@ -413,10 +418,10 @@ def _hear_ages(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
     return replace(job, lost=lost)
 
 
-def _repair_failed(job: JobState, because: str) -> JobState:
+def _repair_failed(job: JobState, reason: str) -> JobState:
     """The rung is passed over from now on, for this fault; its try stays spent."""
     assert job.recovering is not None, "a repair is of something"
-    fault = replace(job.recovering.fault, because=f"{job.recovering.fault.because}; {because}")
+    fault = replace(job.recovering.fault, reason=f"{job.recovering.fault.reason}; {reason}")
     return replace(job, recovering=replace(job.recovering, fault=fault, failed=(*job.recovering.failed, job.tries[-1].rung)))
 
 
@@ -424,7 +429,7 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
     job = settle_failed_launch(job, event.generation, started=event.started)
     known, wait = set(job.lost_names), event.may_start_within
     silent = (node for node in event.unreachable if node in job.maybe_alive and node not in known)
-    newly = tuple(LostNode(node, now + wait, event.because, unheard_for=-wait, is_elsewhere=node in event.elsewhere) for node in silent)
+    newly = tuple(LostNode(node, now + wait, event.reason, unheard_for=-wait, is_elsewhere=node in event.elsewhere) for node in silent)
     job = replace(job, lost=(*job.lost, *newly))
     return open_incident(job, diagnose(job, event), now, now)
 

@@ -124,7 +124,7 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
             at=fault.at,
             generation=fault.generation,
             cause=fault.cause,
-            because=fault.reason,
+            reason=fault.reason,
             code=fault.code,
             gpus=fault.gpus if index == 0 else (),
             isolate=node in isolated or _is_left_broken(job, incident, fault),

@@ -1,4 +1,4 @@
-"""What next: one event, one decision, with its reason. Counting and remembering are `evolve`'s."""
+"""What next: one event, one decision, with its reason. Counting and remembering are `apply_decision`'s."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from relaunch.job.events import (
     CancelRequested,
     CheckpointSaved,
     DeadlinePassed,
+    DrainCancelled,
+    DrainDue,
+    DrainRequested,
     Event,
     FaultObserved,
     IncidentsArchived,
@@ -23,9 +26,6 @@ from relaunch.job.events import (
     LaunchFailed,
     LaunchOrdered,
     LaunchRefused,
-    LeaveAsked,
-    LeaveDue,
-    LeaveWithdrawn,
     MessageRejected,
     NodeDeclaredDead,
     NodeReturned,
@@ -71,22 +71,22 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case Submitted() | RetryRequested():
             who = f" by {event.by}" if event.by else ""
             what = "submitted" if isinstance(event, Submitted) else "retry asked for"
-            because = f"{what}{who}" + (f": {event.because}" if event.because else "")
+            reason = f"{what}{who}" + (f": {event.reason}" if event.reason else "")
             if isinstance(event, Submitted):
-                return Relaunch(job.generation + 1, because, keep_nodes=False)
-            return Relaunch(job.generation + 1, because, avoid=event.avoid_nodes, without=job.lost_names, renew_budgets=event.renew_budgets)
+                return Relaunch(job.generation + 1, reason, keep_nodes=False)
+            return Relaunch(job.generation + 1, reason, avoid=event.avoid_nodes, without=job.lost_names, renew_budgets=event.renew_budgets)
         case NodesAcquired() if job.phase is Phase.LAUNCHING:
             return Ignore("the launch goes on, for the reason it was decided for")
         case NodesAcquired():
             return Wait(Phase.LAUNCHING, f"there are nodes: {_names(tuple(slot.node for slot in event.slots))}", next="ranks are started")
         case NodesMissing(hopeless=True):
-            return Stop(Phase.FAILED, event.because, exit_code=2)
+            return Stop(Phase.FAILED, event.reason, exit_code=2)
         case NodesMissing():
             if not job.slots:
                 # Nothing of it has begun: it stands in a queue, which may take its time.
                 return Wait(
                     Phase.QUEUED,
-                    event.because,
+                    event.reason,
                     next="ranks are launched as soon as the fleet has enough nodes for it; `cancel` takes it out of the queue",
                 )
             # The fleet says it again when something has changed; the wait is the same one.
@@ -94,7 +94,7 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             until = job.next.at if waits else now + job.policy.timeouts.answer_within
             return Wait(
                 Phase.WAITING_FOR_NODES,
-                event.because,
+                event.reason,
                 next="ranks are launched as soon as the fleet has enough nodes for it; after the deadline a person is asked",
                 until=until,
             )
@@ -116,15 +116,15 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
         case RepairEnded(outcome="done") if answers(job, event):
-            return Relaunch(job.generation + 1, f"{event.strategy} of {_names(event.nodes)} is done: {event.because}")
+            return Relaunch(job.generation + 1, f"{event.strategy} of {_names(event.nodes)} is done: {event.reason}")
         case RepairEnded() if answers(job, event) and job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
         case NodesExamined() | RepairEnded():
             return Ignore(f"{event.kind} answers a question that nobody asks any more")
         case NodeUnreachable():
             return _on_unreachable(job, event, now)
-        case NodeReturned() if job.owed is not None and (not job.lost or may_leave_lost_behind(job)):
-            return climb(job, Recovering(job.owed), now, without=job.lost_names)
+        case NodeReturned() if job.deferred_fault is not None and (not job.lost or may_leave_lost_behind(job)):
+            return climb(job, Recovering(job.deferred_fault), now, without=job.lost_names)
         case NodeReturned():
             if job.lost:
                 return Wait(Phase.NODE_LOST, f"{event.node} answers again, {_names(job.lost_names)} not yet", next=_lost_next(job))
@@ -135,21 +135,21 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return _on_deadline(job, now)
         case CancelRequested():
             who = f" by {event.by}" if event.by else ""
-            return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
+            return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.reason}" if event.reason else ""), exit_code=CANCELLED_EXIT_CODE)
         case Answered() if event.node:
             return _on_leave_answer(job, event, now)
         case Answered():
             return _on_answer(job, event, now)
         case NodeDeclaredDead():
             return _on_declared_dead(job, event, now)
-        case LeaveDue() if job.phase is Phase.RUNNING and (leaving := wanted(job, event.node)):
+        case DrainDue() if job.phase is Phase.RUNNING and (leaving := wanted(job, event.node)):
             return Relaunch(job.generation + 1, why(leaving), without=(leaving.node,))
         case CheckpointSaved() if leaves := at_checkpoint(job):
-            because = "; ".join((*(why(one) for one in leaves[:4]), f"checkpoint of step {event.step} is saved"))
-            return Relaunch(job.generation + 1, because, without=tuple(one.node for one in leaves))
+            reason = "; ".join((*(why(one) for one in leaves[:4]), f"checkpoint of step {event.step} is saved"))
+            return Relaunch(job.generation + 1, reason, without=tuple(one.node for one in leaves))
         case CheckpointSaved():
             return Ignore("nobody waits for a checkpoint any more")
-        case LeaveAsked() | LeaveWithdrawn() | LeaveDue():
+        case DrainRequested() | DrainCancelled() | DrainDue():
             return Ignore("a checkpoint or the next launch leaves that node, where it is one of this job's and still wanted")
         case (
             ProgressSeen()
@@ -199,8 +199,8 @@ def _while_ending(job: JobState, event: Event) -> Decision:
     assert job.ending is not None
     if isinstance(event, CancelRequested) and job.ending.phase is Phase.FAILED:
         who = f" by {event.by}" if event.by else ""
-        return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.because}" if event.because else ""), exit_code=CANCELLED_EXIT_CODE)
-    return Ignore(f"the job is ending: {job.ending.because}")
+        return Stop(Phase.CANCELLED, f"cancelled{who}" + (f": {event.reason}" if event.reason else ""), exit_code=CANCELLED_EXIT_CODE)
+    return Ignore(f"the job is ending: {job.ending.reason}")
 
 
 def _runs(job: JobState) -> str:
@@ -211,19 +211,19 @@ def _runs(job: JobState) -> str:
     return f"{runs}; {job.fewer}; {grows}"
 
 
-def _running(job: JobState, because: str, now: datetime) -> Wait:
+def _running(job: JobState, reason: str, now: datetime) -> Wait:
     if job.lost:
-        return Wait(Phase.NODE_LOST, because, next=_lost_next(job))
+        return Wait(Phase.NODE_LOST, reason, next=_lost_next(job))
     if job.incident is None:
         at = more_at(replace(job, phase=Phase.RUNNING))
         when = f"from {at:%Y-%m-%d %H:%M:%S} UTC on" if at is not None and at > now else "now"
         grows = "" if at is None else f"{when} it takes more nodes when the fleet has them, by a restart of all ranks; "
-        return Wait(Phase.RUNNING, because, next=f"{grows}the job ends when all ranks have exited with 0")
+        return Wait(Phase.RUNNING, reason, next=f"{grows}the job ends when all ranks have exited with 0")
     healthy_at = (job.launched_at or now) + job.policy.healthy_for
     passed = "the first step is reported" if job.incident.reached is None else f"training has passed step {job.incident.reached}"
     return Wait(
         Phase.RUNNING,
-        because,
+        reason,
         next=f"the incident closes when {passed}, or after {duration(job.policy.healthy_for)} without a fault",
         until=max(healthy_at, now),
     )
@@ -275,19 +275,19 @@ def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Dec
     # Where somebody looks for hangs, a gang that waits for the lost node is found to; else only a person can be asked.
     found = may_leave_lost_behind(job) and job.policy.hang.after != "off"
     until = None if found else now + job.policy.timeouts.ask_after
-    because = f"{explain_unreachable(event)}; nothing is stopped"
-    return Wait(Phase.NODE_LOST, because, next=_lost_next(job), until=until)
+    reason = f"{explain_unreachable(event)}; nothing is stopped"
+    return Wait(Phase.NODE_LOST, reason, next=_lost_next(job), until=until)
 
 
 def explain_unreachable(event: NodeUnreachable) -> str:
-    return event.because if event.is_elsewhere else f"{event.node} does not answer: {event.because}"
+    return event.reason if event.is_elsewhere else f"{event.node} does not answer: {event.reason}"
 
 
 def _lost_for(job: JobState, how: str) -> str:
     """Say of the lost nodes that they did not answer, or that something else answers for them."""
     silent = tuple(lost.node for lost in job.lost if not lost.is_elsewhere)
     said = [f"{_names(silent)} {how}"] if silent else []
-    elsewhere = [lost.because for lost in job.lost if lost.is_elsewhere]
+    elsewhere = [lost.reason for lost in job.lost if lost.is_elsewhere]
     more = [f"and {len(elsewhere) - 2} more answer from elsewhere"] if len(elsewhere) > 2 else []
     return "; ".join([*said, *elsewhere[:2], *more])
 
@@ -305,7 +305,7 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
             )
         case Phase.WAITING_FOR_NODES:
             return Ask(
-                f"the fleet had not enough nodes for it within {duration(job.policy.timeouts.answer_within)}: {job.because}",
+                f"the fleet had not enough nodes for it within {duration(job.policy.timeouts.answer_within)}: {job.reason}",
                 question=f"add nodes, then {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON if job.snoozed and job.asked is not None:
@@ -316,7 +316,7 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
                 question=f"`nodes declare-dead` it, or {ANSWERS}?",
             )
         case Phase.WAITING_FOR_PERSON:
-            return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.because}", exit_code=1)
+            return Stop(Phase.FAILED, f"nobody answered within {duration(job.policy.timeouts.answer_within)}: {job.reason}", exit_code=1)
         case _:
             return Ignore(f"nothing waits in phase {job.phase}")
 
@@ -349,7 +349,7 @@ ACTING = (Phase.QUEUED, Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase
 
 
 def _asked(job: JobState) -> str:
-    return job.asked.because if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON else job.because
+    return job.asked.reason if job.asked is not None and job.phase is Phase.WAITING_FOR_PERSON else job.reason
 
 
 def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
@@ -358,8 +358,8 @@ def _on_leave_answer(job: JobState, event: Answered, now: datetime) -> Decision:
     leaving = wanted(job, event.node)
     assert leaving is not None, "else it is no answer"
     if event.decision == "approve" and job.phase is Phase.RUNNING:
-        because = f"{why(leaving)}; {event.by or 'a person'} said: now" + (f" ({event.because})" if event.because else "")
-        return Relaunch(job.generation + 1, because, without=(leaving.node,))
+        reason = f"{why(leaving)}; {event.by or 'a person'} said: now" + (f" ({event.reason})" if event.reason else "")
+        return Relaunch(job.generation + 1, reason, without=(leaving.node,))
     return Ignore("that node is left as soon as the job runs" if event.decision == "approve" else "it goes on there until it has to leave")
 
 
@@ -367,12 +367,12 @@ def _on_answer(job: JobState, event: Answered, now: datetime) -> Decision:
     if no := may_answer(job, event.decision, now):
         return Ignore(no)
     who = event.by or "a person"
-    reason = f": {event.because}" if event.because else ""
+    reason = f": {event.reason}" if event.reason else ""
     match event.decision:
         case "approve":
             return Relaunch(job.generation + 1, f"{who} approved a new launch{reason}", without=job.lost_names)
         case "deny":
-            return Stop(Phase.FAILED, f"{who} denied a new launch{reason}; {job.because}", exit_code=1)
+            return Stop(Phase.FAILED, f"{who} denied a new launch{reason}; {job.reason}", exit_code=1)
         case "snooze":
             return Wait(Phase.WAITING_FOR_PERSON, f"{who} snoozed it{reason}; {_asked(job)}", next="it is asked again", until=event.until)
         case "take-over":
@@ -390,7 +390,7 @@ def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> 
         return Ignore(f"{event.node} is none of this job's nodes")
     who = event.by or "a person"
     diagnosis = Diagnosis(
-        Cause.NODE_LOST, f"{who} declared {event.node} dead" + (f": {event.because}" if event.because else ""), nodes=(event.node,)
+        Cause.NODE_LOST, f"{who} declared {event.node} dead" + (f": {event.reason}" if event.reason else ""), nodes=(event.node,)
     )
     return climb(job, Recovering(diagnosis), now, without=(event.node,))
 
@@ -406,17 +406,17 @@ def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision
     if has_gone_above(job):
         return None  # no reset explains that: it is the node's fault
     take = Try(now, Cause.PLATFORM, Strategy.RESTART_IN_PLACE, CLAIMED, spent=False, nodes=(claim.node,))
-    because = f"{claim.node} has seen generation {generation}, so this goes on above it"
-    return Relaunch(generation + 1, because, take=take)
+    reason = f"{claim.node} has seen generation {generation}, so this goes on above it"
+    return Relaunch(generation + 1, reason, take=take)
 
 
 def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:
     diagnosis = diagnose(job, fault)
     if diagnosis.do_not_restart:
-        return Stop(Phase.FAILED, f"{diagnosis.because}; it is not restarted", exit_code=diagnosis.exit_code or 1)
+        return Stop(Phase.FAILED, f"{diagnosis.reason}; it is not restarted", exit_code=diagnosis.exit_code or 1)
     if job.lost and not may_leave_lost_behind(job):
         # Ranks on the lost nodes may well go on where they are: a second copy elsewhere would be the worse mistake.
-        return Wait(Phase.NODE_LOST, diagnosis.because, next=_lost_next(job), until=now + job.policy.timeouts.ask_after)
+        return Wait(Phase.NODE_LOST, diagnosis.reason, next=_lost_next(job), until=now + job.policy.timeouts.ask_after)
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
     return climb(job, Recovering(diagnosis), now, without=without)
 

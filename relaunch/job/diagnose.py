@@ -64,24 +64,24 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
     known = _Readers(catalog(job.policy.catalog))
     match fault:
         case LaunchFailed():
-            return Diagnosis(Cause.NODE_LOST, fault.because, nodes=fault.unreachable)
+            return Diagnosis(Cause.NODE_LOST, fault.reason, nodes=fault.unreachable)
         case LaunchRefused():
             return _of_claim(job, fault) or _of_refusal(fault)
         case RanksHung() | FaultObserved() if job.lost:
             silent = ", ".join(job.lost_names[:4]) + (f" and {len(job.lost) - 4} more" if len(job.lost) > 4 else "")
-            then = fault.because if isinstance(fault, RanksHung) else _first_words(fault.observations)
-            return Diagnosis(Cause.NODE_LOST, f"{silent}: no answer ({job.lost[0].because}); then {then}", nodes=job.lost_names)
+            then = fault.reason if isinstance(fault, RanksHung) else _first_words(fault.observations)
+            return Diagnosis(Cause.NODE_LOST, f"{silent}: no answer ({job.lost[0].reason}); then {then}", nodes=job.lost_names)
         case RanksHung() if fault.silent and fences(job):
             # A gang that stands still while one of its nodes is silent waits for that node.
             nodes = tuple(node for node, _ in fault.silent)
-            return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer, and {fault.because}", nodes=nodes)
+            return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer, and {fault.reason}", nodes=nodes)
         case RanksHung():
-            return Diagnosis(Cause.HANG, fault.because, ranks=fault.ranks)
+            return Diagnosis(Cause.HANG, fault.reason, ranks=fault.ranks)
         case FaultObserved():
             diagnosis = _of_observations(fault.observations, fault.more, known)
             if diagnosis.cause is Cause.NETWORK and fault.silent:
                 nodes = tuple(node for node, _ in fault.silent)
-                return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer; {diagnosis.because}", nodes=nodes)
+                return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer; {diagnosis.reason}", nodes=nodes)
             return diagnosis
         case _:
             assert_never(fault)
@@ -161,7 +161,7 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
     for observation in inorder:
         if isinstance(observation, RanksVanished):
             node = observation.node
-            return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.because}", nodes=(node,), certainty=Certainty.CERTAIN)
+            return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.reason}", nodes=(node,), certainty=Certainty.CERTAIN)
     for one in failed:
         # Whoever runs the containers took one away, or could not start it: the others failed by that.
         if one.ecs is not None and one.ecs.stop_code != BY_ITSELF and (reading := _read(one, known)).ending.role is Role.ROOT:
@@ -173,7 +173,7 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
         late = first.why == NEVER_WATCHED
         return Diagnosis(
             Cause.PLATFORM if late else Cause.NODE_LOST,
-            f"{first.node} stopped its own ranks: {first.because}{'; the node answers, so relaunch was late' if late else ''}",
+            f"{first.node} stopped its own ranks: {first.reason}{'; the node answers, so relaunch was late' if late else ''}",
             nodes=(first.node,),
             code=NEVER_WATCHED if late else "",
             certainty=Certainty.LIKELY if late else Certainty.CERTAIN,
@@ -201,7 +201,7 @@ def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: 
     rank = root if isinstance(root, RankExited) else None
     return Diagnosis(
         finding.cause,
-        f"{root.node}: {finding.because}{_more(len(witnesses) - 1 + more)}",
+        f"{root.node}: {finding.reason}{_more(len(witnesses) - 1 + more)}",
         nodes=tuple(dict.fromkeys((root.node, *(one.node for one, _ in alike))))[:NAMED],
         gpus=tuple(dict.fromkeys(gpu for gpu in gpus if gpu)),
         ranks=_numbers([rank]) if rank else (),
@@ -233,7 +233,7 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
             continue
         return Diagnosis(
             Cause.UNKNOWN,
-            f"{diagnosis.because}; and at the same moment {other.because}: their clocks do not tell which was first",
+            f"{diagnosis.reason}; and at the same moment {other.reason}: their clocks do not tell which was first",
             nodes=(root.node, rival.node),
             ranks=_numbers([root, rival]),
             certainty=Certainty.GUESS,
@@ -321,7 +321,7 @@ def _is_ours(finding: Finding, root: RankExited) -> bool:
 
 
 def _ended(root: RankExited, ending: Finding) -> str:
-    return f"{_who(root)} {'was ' if root.signal is not None else ''}{ending.because}"
+    return f"{_who(root)} {'was ' if root.signal is not None else ''}{ending.reason}"
 
 
 def _who(one: RankExited) -> str:
@@ -337,10 +337,10 @@ def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
     """What is known beyond how the rank ended, as a clause that follows it."""
     if root.error:
         said = root.error.message.splitlines()[0] if root.error.message else "an error without a message"
-        kernel = f" ({told.because})" if told is not None and told.source == "kernel" else ""
+        kernel = f" ({told.reason})" if told is not None and told.source == "kernel" else ""
         return f": {said[:300]}{kernel}"
     if told is not None and told is not ending:
-        return f": {told.because[:300]}"
+        return f": {told.reason[:300]}"
     if ending.role is not Role.WRAPPER:
         return ""
     if root.error_unreadable:
@@ -356,7 +356,7 @@ def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagno
         if lost is not None:
             return Diagnosis(
                 Cause.NETWORK,
-                f"{lost.code} on {one.node}: {lost.because}{_more(len(failed) - 1 + more)}",
+                f"{lost.code} on {one.node}: {lost.reason}{_more(len(failed) - 1 + more)}",
                 nodes=(one.node,),
                 ranks=_numbers([one]),
                 code=lost.code,
@@ -390,8 +390,8 @@ def _of_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
     claim = find_highest(job, fault)
     if claim is None or not has_gone_above(job):
         return None
-    because = f"{claim.node} refused {MAX_CLAIMS + 1} launches in a row, each for a higher generation that it claims to have seen"
-    return Diagnosis(Cause.NODE_LOST, because, nodes=(claim.node,), certainty=Certainty.LIKELY)
+    reason = f"{claim.node} refused {MAX_CLAIMS + 1} launches in a row, each for a higher generation that it claims to have seen"
+    return Diagnosis(Cause.NODE_LOST, reason, nodes=(claim.node,), certainty=Certainty.LIKELY)
 
 
 def _of_refusal(fault: LaunchRefused) -> Diagnosis:
@@ -400,7 +400,7 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
             code = 127 if refusal.why == "command_not_found" else 1
             return Diagnosis(
                 cause,
-                f"{refusal.node}: {refusal.because}",
+                f"{refusal.node}: {refusal.reason}",
                 nodes=(refusal.node,),
                 code=refusal.why,
                 certainty=Certainty.CERTAIN,
@@ -409,7 +409,7 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
                 do_not_restart=cause is Cause.USER_INPUT,
             )
     first = fault.refusals[0]
-    return Diagnosis(Cause.PLATFORM, f"{first.node} refused to launch: {first.because}", certainty=Certainty.CERTAIN)
+    return Diagnosis(Cause.PLATFORM, f"{first.node} refused to launch: {first.reason}", certainty=Certainty.CERTAIN)
 
 
 def _is_echo(observation: RankExited, known: _Readers) -> bool:
@@ -449,7 +449,7 @@ def _first_words(observations: tuple[Observation, ...]) -> str:
             end = signal_name(first.signal) if first.signal is not None else f"code {first.exit_code}"
             return f"{_who(first)} ended with {end}"
         case RanksFenced() | RanksVanished():
-            return f"{first.node}: {first.because}"
+            return f"{first.node}: {first.reason}"
         case _:
             assert_never(first)
 

@@ -25,7 +25,7 @@ def wanted(job: JobState, node: str) -> Leaving | None:
 
 
 def why(one: Leaving) -> str:
-    return f"{one.by or 'a person'} wants {one.node}" + (f": {one.because}" if one.because else "")
+    return f"{one.by or 'a person'} wants {one.node}" + (f": {one.reason}" if one.reason else "")
 
 
 def may_answer_leave(job: JobState, decision: str, node: str, now: datetime) -> str:
@@ -53,7 +53,7 @@ def what_next(job: JobState) -> str:
 
 
 def _told(job: str, one: Leaving) -> str:
-    wants = f"{one.by or 'a person'} wants {one.node} by {clock(one.until)}" + (f": {one.because}" if one.because else "")
+    wants = f"{one.by or 'a person'} wants {one.node} by {clock(one.until)}" + (f": {one.reason}" if one.reason else "")
     approve = f"`answer {job} approve --node {one.node}`: at once"
     if one.denied:
         return f"{wants}; {one.denied}; it leaves then ({approve})"

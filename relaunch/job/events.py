@@ -19,7 +19,7 @@ from relaunch.spec.policy import Policy, Strategy
 class Submitted:
     """A person started the job, or started it again from its old state."""
 
-    because: str
+    reason: str
     by: str
     kind: Literal["Submitted"] = "Submitted"
 
@@ -56,7 +56,7 @@ class RanksFound:
 
 @dataclass(frozen=True, slots=True)
 class NodesMissing:
-    because: str
+    reason: str
     hopeless: bool = False
     """No wait can help: the fleet has fewer nodes than the job asks for, or there is no such fleet."""
     kind: Literal["NodesMissing"] = "NodesMissing"
@@ -98,7 +98,7 @@ class NodeRefusal:
     node: str
     why: str
     """The agent's word: not_above, stopped, stuck, expired, command_not_found, workdir_missing, cannot_start, …"""
-    because: str
+    reason: str
     highest: tuple[int, int] | None = None
     """(submission, generation) that the node has seen, for not_above and stopped."""
 
@@ -124,7 +124,7 @@ class LaunchFailed:
     """`start` was sent: ranks may run on any of the nodes. Otherwise only older ranks may live, where there were some."""
     may_start_within: timedelta
     """How long a node that did not answer may still take an order that was sent."""
-    because: str
+    reason: str
     places: dict[str, str] = field(default_factory=dict)
     """As in Launched, where some may have been started."""
     elsewhere: tuple[str, ...] = ()
@@ -162,9 +162,9 @@ class NodeUnreachable:
     node: str
     unheard_for: timedelta
     """Since its last word to this watcher (or since this watcher began): an age, because clocks of controllers differ."""
-    because: str
+    reason: str
     is_elsewhere: bool = False
-    """It answers, but not from where its ranks were started; `because` says so, naming it."""
+    """It answers, but not from where its ranks were started; `reason` says so, naming it."""
     kind: Literal["NodeUnreachable"] = "NodeUnreachable"
 
 
@@ -180,7 +180,7 @@ class RanksHung:
     generation: int
     ranks: tuple[int, ...]
     """The slowest ranks, at most 16."""
-    because: str
+    reason: str
     opened_at: datetime
     silent: tuple[tuple[str, timedelta], ...] = ()
     """As in FaultObserved."""
@@ -245,7 +245,7 @@ class RepairEnded:
     strategy: Strategy
     nodes: tuple[str, ...]
     outcome: Literal["done", "refused", "ambiguous"]
-    because: str
+    reason: str
     kind: Literal["RepairEnded"] = "RepairEnded"
 
 
@@ -271,14 +271,14 @@ class DeadlinePassed:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    because: str
+    reason: str
     by: str
     kind: Literal["CancelRequested"] = "CancelRequested"
 
 
 @dataclass(frozen=True, slots=True)
 class RetryRequested:
-    because: str
+    reason: str
     by: str
     avoid_nodes: tuple[str, ...] = ()
     renew_budgets: bool = False
@@ -290,7 +290,7 @@ class Answered:
     """What a person says to what the job asks, or takes out of its hands."""
 
     decision: Literal["approve", "deny", "snooze", "take-over"]
-    because: str
+    reason: str
     by: str
     until: datetime | None = None
     """Of a snooze: when it is asked again."""
@@ -302,43 +302,43 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class NodeDeclaredDead:
     node: str
-    because: str
+    reason: str
     by: str
     kind: Literal["NodeDeclaredDead"] = "NodeDeclaredDead"
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAsked:
+class DrainRequested:
     """Somebody wants a node: a person, for maintenance, or the fleet, because it has to be examined and others are on it too."""
 
     node: str
-    because: str
+    reason: str
     by: str
     until: datetime
-    kind: Literal["LeaveAsked"] = "LeaveAsked"
+    kind: Literal["DrainRequested"] = "DrainRequested"
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveWithdrawn:
+class DrainCancelled:
     """Nobody wants that node any more."""
 
     node: str
-    because: str
-    kind: Literal["LeaveWithdrawn"] = "LeaveWithdrawn"
+    reason: str
+    kind: Literal["DrainCancelled"] = "DrainCancelled"
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveDue:
+class DrainDue:
     """The time until which the job should have left a node by itself is over."""
 
     node: str
-    kind: Literal["LeaveDue"] = "LeaveDue"
+    kind: Literal["DrainDue"] = "DrainDue"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChanged:
     policy: Policy
-    because: str
+    reason: str
     by: str
     kind: Literal["PolicyChanged"] = "PolicyChanged"
 
@@ -364,7 +364,7 @@ class MessageRejected:
     """A signal that could not be understood, or was refused; kept so that its sender sees why nothing happened."""
 
     name: str
-    because: str
+    reason: str
     what: Literal["was not understood", "was refused"] = "was not understood"
     kind: Literal["MessageRejected"] = "MessageRejected"
 
@@ -397,9 +397,9 @@ Event = Annotated[
     | RetryRequested
     | Answered
     | NodeDeclaredDead
-    | LeaveAsked
-    | LeaveWithdrawn
-    | LeaveDue
+    | DrainRequested
+    | DrainCancelled
+    | DrainDue
     | PolicyChanged
     | IncidentsArchived
     | SubmissionRaised

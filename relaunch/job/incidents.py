@@ -29,7 +29,7 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
         at=min(opened, now),
         generation=job.generation,
         cause=diagnosis.cause,
-        reason=diagnosis.because[:MAX_REASON],
+        reason=diagnosis.reason[:MAX_REASON],
         nodes=diagnosis.nodes[:NAMED],
         gpus=diagnosis.gpus[:NAMED],
         code=diagnosis.code,
@@ -44,7 +44,7 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
         opened=min(opened, now),
         generation=job.generation,
         cause=diagnosis.cause,
-        because=diagnosis.because,
+        reason=diagnosis.reason,
         nodes=diagnosis.nodes[:NAMED],
         ranks=diagnosis.ranks[:NAMED],
         gpus=diagnosis.gpus[:NAMED],
@@ -142,7 +142,7 @@ def record_decision(job: JobState, decision: Decision, now: datetime) -> JobStat
     strategy, spent, left = None, False, ""
     if isinstance(decision, Relaunch | Repair):
         strategy, spent, left = decision.strategy, decision.spent, decision.left
-    record = DecisionRecord(now, decision.kind, strategy, decision.because, spent, left)
+    record = DecisionRecord(now, decision.kind, strategy, decision.reason, spent, left)
     decisions, dropped = (*incident.decisions, record), incident.dropped_decisions
     if len(decisions) > KEPT_DECISIONS:
         decisions, dropped = (*decisions[: KEPT_DECISIONS // 2], *decisions[-(KEPT_DECISIONS // 2) + 1 :]), dropped + 2

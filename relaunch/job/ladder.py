@@ -20,9 +20,9 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
     fault = _told(recovering)
     if (limit := job.policy.no_progress_stop) != "off" and fault.cause in OWN_CAUSES and job.flat_generations >= limit:
         return _fail(fault, f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}")
-    if (most := job.policy.no_progress_ask) != "off" and (vain := launches_in_vain(job)) >= most:
+    if (most := job.policy.no_progress_ask) != "off" and (vain := launches_without_progress(job)) >= most:
         return Ask(
-            f"{fault.because}; {vain} launches in a row, and training has not got past {_reached(job)}",
+            f"{fault.reason}; {vain} launches in a row, and training has not got past {_reached(job)}",
             question=f"{ANSWERS}, or on other terms: `retry --renew-budgets`, `retry --avoid NODE`?",
         )
     asked = False
@@ -44,7 +44,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
             return _fail(fault, f"the ladder of {fault.cause} has nothing left but to stop")
         if rung.strategy is Strategy.ASK:
             return Ask(
-                f"{fault.because}; the ladder of {fault.cause} ends with a person",
+                f"{fault.reason}; the ladder of {fault.cause} ends with a person",
                 question=f"{ANSWERS}, or on other terms: `retry --avoid NODE`?",
             )
         if rung.spends and job.restarts_spent >= job.policy.max_restarts:
@@ -55,7 +55,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
     return _fail(fault, f"the ladder of {fault.cause} is used up")
 
 
-def launches_in_vain(job: JobState) -> int:
+def launches_without_progress(job: JobState) -> int:
     """Launches since training last got further, or a person gave the budgets back."""
     since = max((at for at in (job.progressed_at, job.renewed_at) if at is not None), default=None)
     return sum(1 for one in job.tries if since is None or one.at >= since)
@@ -151,13 +151,13 @@ def _told(recovering: Recovering) -> Diagnosis:
     shown = next(iter(unhealthy or tuple(one for one in examined if one.verdict is Verdict.UNKNOWN) or examined), None)
     if shown is None:
         return fault
-    clause = f"{shown.node} examined: {shown.verdict}, {shown.because}"
-    because = fault.because if clause in fault.because else f"{fault.because}; {clause}"
+    clause = f"{shown.node} examined: {shown.verdict}, {shown.reason}"
+    reason = fault.reason if clause in fault.reason else f"{fault.reason}; {clause}"
     if not unhealthy:
-        return replace(fault, because=because)
+        return replace(fault, reason=reason)
     nodes = tuple(one.node for one in unhealthy)
     # The kernel's GPUs are those of the first suspect; they say nothing about another node.
-    return replace(fault, because=because, nodes=nodes, gpus=fault.gpus if fault.nodes[:1] == nodes[:1] else ())
+    return replace(fault, reason=reason, nodes=nodes, gpus=fault.gpus if fault.nodes[:1] == nodes[:1] else ())
 
 
 def _examine(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
@@ -166,7 +166,7 @@ def _examine(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
     return Examine(
         nodes=nodes,
         fault=fault,
-        because=f"{fault.because}; what next depends on {_names(nodes)}",
+        reason=f"{fault.reason}; what next depends on {_names(nodes)}",
         next=f"{_names(nodes)} examined; without a verdict after {duration(limit)} it counts as UNKNOWN",
         until=now + limit,
     )
@@ -179,7 +179,7 @@ def _repair(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetim
         nodes=fault.nodes,
         gpus=fault.gpus if rung.strategy is Strategy.RESET_GPU else (),
         fault=fault,
-        because=_reason(fault, rung, used),
+        reason=_reason(fault, rung, used),
         take=_take(fault, rung, now),
         left=_left(job, fault, rung, used),
         until=now + limit,
@@ -187,14 +187,14 @@ def _repair(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetim
 
 
 def _relaunch(job: JobState, fault: Diagnosis, rung: Rung, used: int, now: datetime, without: tuple[str, ...]) -> Relaunch:
-    because = _reason(fault, rung, used)
+    reason = _reason(fault, rung, used)
     if rung.isolate or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK):
         without = tuple(dict.fromkeys((*without, *fault.nodes)))
     if rung.strategy is Strategy.SHRINK:
-        because += f", to {len(left_with(job, without))} of {job.spec.node_count} nodes"
+        reason += f", to {len(left_with(job, without))} of {job.spec.node_count} nodes"
     return Relaunch(
         job.generation + 1,
-        because,
+        reason,
         strategy=rung.strategy,
         take=_take(fault, rung, now),
         left=_left(job, fault, rung, used),
@@ -216,7 +216,7 @@ SUSPECTS_KEPT = 4
 
 def _reason(fault: Diagnosis, rung: Rung, used: int) -> str:
     of = f" of {rung.tries}" if rung.tries is not None else ""
-    return f"{fault.because}; {rung.strategy} {used + 1}{of} for {fault.cause}"
+    return f"{fault.reason}; {rung.strategy} {used + 1}{of} for {fault.cause}"
 
 
 def _left(job: JobState, fault: Diagnosis, rung: Rung, used: int) -> str:
@@ -258,7 +258,7 @@ def used_budgets(job: JobState, now: datetime) -> tuple[UsedBudget, ...]:
 
 
 def _fail(fault: Diagnosis, why: str) -> Stop:
-    return Stop(Phase.FAILED, f"{fault.because}; {why}", exit_code=fault.exit_code or 1)
+    return Stop(Phase.FAILED, f"{fault.reason}; {why}", exit_code=fault.exit_code or 1)
 
 
 def _names(names: tuple[str, ...]) -> str:

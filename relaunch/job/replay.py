@@ -1,4 +1,4 @@
-"""What a policy would have decided: over steps that were recorded (`replay`), or over events that somebody wrote down (`rehearse`).
+"""What a policy would have decided: over steps that were recorded (`replay`), or over events that somebody wrote down (`simulate`).
 
 It refuses to guess what would have been observed had something else been done: where a recorded job did another thing than the
 policy says, that is reported, and what follows is judged as it really went on.
@@ -14,7 +14,7 @@ from typing import Any
 
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
-from relaunch.job.apply import absorb, evolve, finish
+from relaunch.job.apply import apply_decision, apply_event, finish
 from relaunch.job.decide import decide
 from relaunch.job.events import (
     DeadlinePassed,
@@ -76,7 +76,7 @@ def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replay
     return tuple(done)
 
 
-def rehearse(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Replayed, ...]:
+def simulate(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Replayed, ...]:
     """Walk events that somebody wrote down, in the order of their times. What nobody says goes well.
 
     Launches succeed, repairs are done, deadlines pass when nothing is told before them. An examination without an answer ends
@@ -111,12 +111,12 @@ def rehearse(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Repla
 
 def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
     event = replace(step.event, policy=job.policy) if isinstance(step.event, PolicyChanged) else step.event
-    job = absorb(job, event, step.at)
+    job = apply_event(job, event, step.at)
     decision = decide(job, event, step.at)
     taken, differs = decision, ""
     if step.decided is not None:
         taken, differs = _followed(decision, step.decided), difference(decision, step.decided)
-    return evolve(job, taken, step.at), Replayed(step.at, event.kind, decision, step.decided, differs)
+    return apply_decision(job, taken, step.at), Replayed(step.at, event.kind, decision, step.decided, differs)
 
 
 def _followed(decision: Decision, decided: Decision) -> Decision:

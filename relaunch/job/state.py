@@ -1,6 +1,6 @@
 """The values that recovery reasons with: tokens, diagnoses, decisions, and all that a job remembers.
 
-Only data: what they mean for the next step is in `diagnose`, `decide` and `evolve`.
+Only data: what they mean for the next step is in `diagnose`, `decide` and `apply_decision`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Certainty(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     cause: Cause
-    because: str
+    reason: str
     nodes: tuple[str, ...] = ()
     """Suspects, the most likely first."""
     gpus: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Relaunch:
     """Launch all ranks as `generation`, which nobody has used: the number is spent before anything is started."""
 
     generation: int
-    because: str
+    reason: str
     strategy: Strategy | None = None
     """None: not a rung of a ladder (the first launch, a person's retry, a node that has seen a newer token). GROW: nor is that."""
     take: Try | None = None
@@ -125,7 +125,7 @@ class Examine:
 
     nodes: tuple[str, ...]
     fault: Diagnosis
-    because: str
+    reason: str
     next: str
     until: datetime
     """When its verdict counts as unknown."""
@@ -142,7 +142,7 @@ class Repair:
     gpus: tuple[str, ...]
     """On the first of `nodes`; empty: all of them."""
     fault: Diagnosis
-    because: str
+    reason: str
     take: Try
     left: str
     until: datetime
@@ -159,7 +159,7 @@ class Wait:
     """Act no further until an event comes, or until `until`."""
 
     phase: Phase
-    because: str
+    reason: str
     next: str
     """What happens when the wait ends by itself."""
     until: datetime | None = None
@@ -170,7 +170,7 @@ class Wait:
 class Ask:
     """Act no further until a person says so."""
 
-    because: str
+    reason: str
     question: str
     waits: bool = False
     """For as long as it takes: somebody has taken it over."""
@@ -182,14 +182,14 @@ class Stop:
     """End the job, as soon as no rank of it is left anywhere."""
 
     phase: Phase
-    because: str
+    reason: str
     exit_code: int
     kind: Literal["Stop"] = "Stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    because: str
+    reason: str
     kind: Literal["Ignore"] = "Ignore"
 
 
@@ -218,7 +218,7 @@ class LostNode:
     node: str
     last_heard_at: datetime
     """For people: the server's clock, which may be stepped."""
-    because: str
+    reason: str
     unheard_for: timedelta = timedelta(0)
     """How long it had been silent when that was reported, measured by one clock of one watch.
 
@@ -232,7 +232,7 @@ class LostNode:
 @dataclass(frozen=True, slots=True)
 class Avoided:
     node: str
-    because: str
+    reason: str
     at: datetime
     isolated: bool = False
     """A fault said so, not a person: the evidence is against the node, and the fleet hears of it."""
@@ -243,7 +243,7 @@ class Leaving:
     """A node that the job was asked to leave, for maintenance."""
 
     node: str
-    because: str
+    reason: str
     by: str
     until: datetime
     """When it leaves at the latest; sooner at its next checkpoint, or where it is launched anew anyway."""
@@ -263,7 +263,7 @@ class DecisionRecord:
     at: datetime
     decision: str
     strategy: str | None
-    because: str
+    reason: str
     spent: bool
     left: str = ""
     """What remained of the budgets."""
@@ -297,7 +297,7 @@ class Incident:
     generation: int
     """The generation that met the fault."""
     cause: Cause
-    because: str
+    reason: str
     nodes: tuple[str, ...] = ()
     """Suspects of all its faults."""
     ranks: tuple[int, ...] = ()
@@ -334,7 +334,7 @@ class Next:
 class ExaminedNode:
     node: str
     verdict: Verdict
-    because: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +375,7 @@ class Recovering:
 class PolicyChange:
     at: datetime
     by: str
-    because: str
+    reason: str
     keys: tuple[str, ...]
     """What was changed, as paths such as `causes.HANG` or `timeouts.lost_after`."""
 
@@ -392,7 +392,7 @@ class JobState:
     submitted_by: str
     submitted_at: datetime
     phase: Phase = Phase.QUEUED
-    because: str = "submitted"
+    reason: str = "submitted"
     next: Next = Next("nodes are acquired")
     generation: int = 0
     """The highest one reserved."""
@@ -413,7 +413,7 @@ class JobState:
     """What a person was asked last, as it was asked first."""
     snoozed: bool = False
     """The wait for an answer is somebody's snooze, and its end asks again."""
-    owed: Diagnosis | None = None
+    deferred_fault: Diagnosis | None = None
     """A fault that waits for a lost node, because nothing can be launched while that one may go on."""
     recovering: Recovering | None = None
     """From the decision to examine or to repair until the next launch is decided."""

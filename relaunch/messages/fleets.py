@@ -72,7 +72,7 @@ class FleetFile:
 
 class QuarantineMessage(Strict):
     node: str = ""
-    because: Reason = ""
+    reason: Reason = ""
     by: str = ""
     drain: bool = False
     within: Duration | None = None
@@ -82,19 +82,19 @@ class ReleaseMessage(Strict):
     """Of `release` and `declare_dead`."""
 
     node: str = ""
-    because: Reason = ""
+    reason: Reason = ""
     by: str = ""
 
 
 class ReasonMessage(Strict):
     """Of `pause` and `resume`."""
 
-    because: Reason = ""
+    reason: Reason = ""
     by: str = ""
 
 
 class ApplyMessage(Strict):
-    because: str = ""
+    reason: str = ""
     by: str = ""
 
 
@@ -125,31 +125,31 @@ def quarantine_fact(raw: Any) -> Fact:
     if message.within is not None and not message.drain:
         return Rejected("quarantine", "within: it says how soon a node is left that is drained, expected drain true beside it")
     within = message.within if message.within is not None else DRAIN_WITHIN
-    return QuarantineAsked(message.node, message.because[:LONGEST_REASON], message.by, within if message.drain else None)
+    return QuarantineAsked(message.node, message.reason[:LONGEST_REASON], message.by, within if message.drain else None)
 
 
 def release_fact(raw: Any) -> Fact:
     message = ReleaseMessage.model_validate(raw)
     if (wrong := _wrong_node(message.node)) is not None:
         return Rejected("release", wrong)
-    return ReleaseAsked(message.node, message.because[:LONGEST_REASON], message.by)
+    return ReleaseAsked(message.node, message.reason[:LONGEST_REASON], message.by)
 
 
 def dead_fact(raw: Any) -> Fact:
     message = ReleaseMessage.model_validate(raw)
     if (wrong := _wrong_node(message.node)) is not None:
         return Rejected("declare_dead", wrong)
-    return DeadDeclared(message.node, message.because[:LONGEST_REASON], message.by)
+    return DeadDeclared(message.node, message.reason[:LONGEST_REASON], message.by)
 
 
 def pause_fact(raw: Any) -> Fact:
     message = ReasonMessage.model_validate(raw)
-    return PauseAsked(message.because[:LONGEST_REASON], message.by)
+    return PauseAsked(message.reason[:LONGEST_REASON], message.by)
 
 
 def resume_fact(raw: Any) -> Fact:
     message = ReasonMessage.model_validate(raw)
-    return ResumeAsked(message.because[:LONGEST_REASON], message.by)
+    return ResumeAsked(message.reason[:LONGEST_REASON], message.by)
 
 
 def apply_message(raw: Any) -> ApplyMessage:

@@ -16,9 +16,9 @@ from relaunch.job.decide import why_not_dead
 from relaunch.job.events import (
     Answered,
     CancelRequested,
+    DrainCancelled,
+    DrainRequested,
     Event,
-    LeaveAsked,
-    LeaveWithdrawn,
     MessageRejected,
     NodeDeclaredDead,
     RepairAsks,
@@ -77,7 +77,7 @@ class TrainingJobInput:
     spec: JobSpec
     policy: Policy
     submitted_by: str = ""
-    because: str = ""
+    reason: str = ""
     previous: JobState | None = None
     """`retry` of a closed job: what its last submission knew. Budgets and history go on, tokens are new."""
     renew_budgets: bool = False
@@ -94,7 +94,7 @@ class JobResult:
     name: str
     phase: Phase
     exit_code: int
-    because: str
+    reason: str
     generation: int
     incidents: tuple[Incident, ...]
     incidents_archived: int
@@ -108,7 +108,7 @@ class NodeRepairInput:
     node: str
     strategy: Strategy | None
     """RESET_GPU or REBOOT_NODE; None: whatever its examination calls for, which may be nothing."""
-    because: str
+    reason: str
     by: str
     deadline: datetime
     gpus: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class NodeRepairInput:
 class NodeRepairResult:
     node: str
     outcome: Literal["done", "refused", "ambiguous"]
-    because: str
+    reason: str
     verdict: Verdict = Verdict.UNKNOWN
 
 
@@ -139,7 +139,7 @@ SNOOZE = timedelta(hours=1)
 
 class AnswerMessage(Strict):
     decision: Literal["", "approve", "deny", "snooze", "take-over"] = ""
-    because: Reason = ""
+    reason: Reason = ""
     by: str = ""
     within: Duration = SNOOZE
     """Of a snooze: when it is asked again."""
@@ -154,12 +154,12 @@ class RepairAsksMessage(Strict):
 
 
 class CancelMessage(Strict):
-    because: str = ""
+    reason: str = ""
     by: str = ""
 
 
 class RetryMessage(Strict):
-    because: str = ""
+    reason: str = ""
     by: str = ""
     avoid_nodes: tuple[Name, ...] = ()
     renew_budgets: bool = False
@@ -170,7 +170,7 @@ class ReportMessage(Strict):
     declared: Literal["dead"] = "dead"
     force: bool = False
     """Also where the job hears the node."""
-    because: Reason = ""
+    reason: Reason = ""
     by: str = ""
 
 
@@ -188,24 +188,24 @@ class HintMessage(Strict):
 class PolicyMessage(Strict):
     policy: dict[str, object] = Field(default_factory=dict)
     """Keys as in a policy file, laid over the policy the job has."""
-    because: Reason = ""
+    reason: Reason = ""
     by: str = ""
 
 
 def cancel_event(raw: Any) -> Event:
     message = CancelMessage.model_validate(raw)
-    return CancelRequested(message.because, message.by)
+    return CancelRequested(message.reason, message.by)
 
 
 def retry_event(raw: Any) -> Event:
     message = RetryMessage.model_validate(raw)
-    return RetryRequested(message.because, message.by, message.avoid_nodes, message.renew_budgets)
+    return RetryRequested(message.reason, message.by, message.avoid_nodes, message.renew_budgets)
 
 
 def answer_event(message: AnswerMessage, now: datetime) -> Event:
     assert message.decision, "it is checked before it is taken"
     until = now + message.within if message.decision == "snooze" else None
-    return Answered(message.decision, message.because, message.by, until, message.node)
+    return Answered(message.decision, message.reason, message.by, until, message.node)
 
 
 def repair_asks_event(raw: Any) -> Event:
@@ -219,14 +219,14 @@ def report_event(raw: Any, job: JobState) -> Event:
         return MessageRejected("report", "node: missing, expected the name of a node")
     if not message.force and (why := why_not_dead(job, message.node)):
         return MessageRejected("report", why, "was refused")
-    return NodeDeclaredDead(message.node, message.because, message.by)
+    return NodeDeclaredDead(message.node, message.reason, message.by)
 
 
 def leave_event(raw: Any) -> Event:
     asked = WITHDRAW.validate_python(raw)
     if asked.withdrawn:
-        return LeaveWithdrawn(asked.node, asked.because)
-    return LeaveAsked(asked.node, asked.because, asked.by, asked.until)
+        return DrainCancelled(asked.node, asked.reason)
+    return DrainRequested(asked.node, asked.reason, asked.by, asked.until)
 
 
 def overlay(policy: Policy, changes: dict[str, object]) -> Policy:

@@ -15,7 +15,7 @@ from relaunch.pool.orders import TellJob
 from relaunch.pool.placement import Board, Chosen
 from relaunch.pool.probing import FRESH, is_due
 from relaunch.pool.shapes import Shape, fits
-from relaunch.pool.state import ClaimRecord, FleetState, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, NodeStatus
 
 MOST_LOOKS = 512
 """Nodes that are looked at for waiting claims at a time: two rounds of what a worker asks side by side."""
@@ -68,7 +68,7 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
         if len(kept) == claim.up_to and not board.holding(record):
             done.claims[claim.job] = _goes_on(board, record, kept)
         elif state.applied and (hopeless := words.why_hopeless(record, shape)):
-            _answered(done, record, Grant(claim.submission, claim.seq, "hopeless", because=hopeless), now)
+            _answered(done, record, Grant(claim.submission, claim.seq, "hopeless", reason=hopeless), now)
         elif closed and len(kept) >= claim.nodes and not board.holding(record):
             # It runs with these, so it waits for nobody.
             grant = _grant(board, record, Chosen(kept, [], 0))
@@ -98,8 +98,8 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
     for one, grant in fewer:  # after all grants, so that it names those who got theirs just now
         _answered(done, one.record, replace(grant, fewer=words.why_fewer(one.record, one.shape, one.chosen, one.ahead)), now)
     for one in left:
-        because = words.why_waiting(one.record, one.shape, one.chosen, one.ahead)
-        _wait(done, one.record, because, now, gap, soon=one.chosen.hopeful)
+        reason = words.why_waiting(one.record, one.shape, one.chosen, one.ahead)
+        _wait(done, one.record, reason, now, gap, soon=one.chosen.hopeful)
     _yield(done, board, left, now)
     return done
 
@@ -117,7 +117,7 @@ def _goes_on(board: Board, record: ClaimRecord, kept: list[int]) -> ClaimRecord:
     """It has all that it wants, which is news to nobody and no reason to wait for anything: it is told only if it says it twice."""
     claim = record.claim
     places = board.grant(record, Chosen(kept, [], 0))
-    grant = Grant(claim.submission, claim.seq, places=places, because="it goes on with what it has")
+    grant = Grant(claim.submission, claim.seq, places=places, reason="it goes on with what it has")
     return replace(record, granted=places, answer=grant, said="", said_at=None, say_at=None)
 
 
@@ -126,14 +126,14 @@ def _grant(board: Board, record: ClaimRecord, chosen: Chosen) -> Grant:
     holding = board.holding(record)
     places = board.grant(record, chosen)
     named = [board.nodes[node].name for node in chosen.new]
-    because = f"{_named(named)} joined" if named else "it goes on with what it has"
+    reason = f"{_named(named)} joined" if named else "it goes on with what it has"
     if holding:
-        because += f"; ranks of an earlier submission may live on {_named(holding)}"
+        reason += f"; ranks of an earlier submission may live on {_named(holding)}"
     return Grant(
         claim.submission,
         claim.seq,
         places=places,
-        because=because,
+        reason=reason,
         holding=holding,
         launched=record.inherited_launched if holding else (),
         moved=tuple(node for node in holding if node in record.moved),
@@ -147,18 +147,18 @@ def _answered(done: Allocation, record: ClaimRecord, grant: Grant, now: datetime
         done.moved_at = now
 
 
-def _wait(done: Allocation, record: ClaimRecord, because: str, now: datetime, gap: timedelta, *, soon: bool = False) -> None:
+def _wait(done: Allocation, record: ClaimRecord, reason: str, now: datetime, gap: timedelta, *, soon: bool = False) -> None:
     """`soon`: it will be over in a moment, most likely, and then nobody needs to hear of it."""
     claim = record.claim
     say_at = None
-    if because != record.said:
+    if reason != record.said:
         if record.said_at is not None:
             say_at = record.said_at + gap
         elif soon:
             say_at = (record.waiting_since or now) + SAY_AGAIN
         if say_at is None or now >= say_at:
-            done.tells.append(TellJob(claim.job, Grant(claim.submission, claim.seq, "waiting", because=because)))
-            record = replace(record, said=because, said_at=now)
+            done.tells.append(TellJob(claim.job, Grant(claim.submission, claim.seq, "waiting", reason=reason)))
+            record = replace(record, said=reason, said_at=now)
             say_at = None
     if say_at != record.say_at:
         record = replace(record, say_at=say_at)
@@ -184,8 +184,8 @@ def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetim
         record = done.claims[stuck[last].record.claim.job]
         if record.answer is None and (other := _helped(board, stuck, last)):
             claim = record.claim
-            because = f"job {other} comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
-            grant = Grant(claim.submission, claim.seq, "yield", because=because)
+            reason = f"job {other} comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
+            grant = Grant(claim.submission, claim.seq, "yield", reason=reason)
             done.claims[claim.job] = replace(record, answer=grant)
             done.tells.append(TellJob(claim.job, grant))
             done.moved_at = now
@@ -203,7 +203,7 @@ def _helped(board: Board, stuck: list[Waiting], last: int) -> str:
 
 def _gain(board: Board, record: ClaimRecord, shape: Shape) -> int:
     nodes = [board.nodes[node] for place in record.places if (node := board.index.get(place.node)) is not None]
-    return sum(one.standing is Standing.IN_SERVICE and fits(one, shape) for one in nodes)
+    return sum(one.standing is NodeStatus.IN_SERVICE and fits(one, shape) for one in nodes)
 
 
 def _named(names: Iterable[str]) -> str:

@@ -15,8 +15,8 @@ from relaunch.pool.messages import Permit, PermitRequest
 from relaunch.pool.nodes import find, is_awaiting, is_out, noticed, put, under_repair
 from relaunch.pool.orders import TellRepair
 from relaunch.pool.power import restarted
-from relaunch.pool.restore import is_remembering
-from relaunch.pool.state import Answered, Breaker, FleetState, Standing
+from relaunch.pool.restore import is_restoring
+from relaunch.pool.state import Answered, Breaker, FleetState, NodeStatus
 
 REBOOTS_WITHIN = timedelta(hours=1)
 """What `reboots_per_hour` counts over."""
@@ -27,7 +27,7 @@ NAMED = 4
 
 def under_way(state: FleetState) -> int:
     """Nodes that are examined or repaired, whoever ordered it."""
-    return sum(node.standing is Standing.REPAIRING or bool(node.repair) for node in state.nodes)
+    return sum(node.standing is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
 
 
 def repairs_at_once(state: FleetState) -> int:
@@ -49,8 +49,8 @@ def opened(state: FleetState, now: datetime) -> FleetState:
         return state
     more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
     known = f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
-    because = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:NAMED])}{more}); limits.nodes_out allows {most}{known}"
-    return _open(state, because, now)
+    reason = f"{len(out)} of {_size(state)} nodes are out ({', '.join(out[:NAMED])}{more}); limits.nodes_out allows {most}{known}"
+    return _open(state, reason, now)
 
 
 def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRepair]]:
@@ -58,7 +58,7 @@ def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRep
     reboots = tuple(at for at in state.reboots if now - at < REBOOTS_WITHIN)
     if reboots != state.reboots:
         state = replace(state, reboots=reboots)
-    if not is_remembering(state, now):  # repairs may be paused, and nobody has said so yet
+    if not is_restoring(state, now):  # repairs may be paused, and nobody has said so yet
         for request in state.requests:
             state = _answer(state, request, now)
     tells = [TellRepair(one.workflow, one.permit) for one in state.answered if not one.told]
@@ -91,7 +91,7 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
     if request.step == "reboot":
         hourly = state.limits.reboots_per_hour
         if len(state.reboots) >= hourly:
-            asked = f"the reboot of {request.node} ({text(request.because, 120)})"
+            asked = f"the reboot of {request.node} ({text(request.reason, 120)})"
             return _open(state, f"{asked} would be number {len(state.reboots) + 1} within 1h; limits.reboots_per_hour allows {hourly}", now)
         state = replace(state, reboots=(*state.reboots, now))
     state = put(state, replace(record, repair_acts=True))
@@ -113,29 +113,29 @@ def wanted(state: FleetState, fact: PermitWanted, now: datetime) -> FleetState:
 
 
 def pause_asked(state: FleetState, fact: PauseAsked, now: datetime) -> FleetState:
-    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
-    breaker = replace(state.breaker, paused=f"{by}: {because}", paused_since=now)
-    return noticed(replace(state, breaker=breaker), f"{by} paused repairs: {because}", now)
+    by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
+    breaker = replace(state.breaker, paused=f"{by}: {reason}", paused_since=now)
+    return noticed(replace(state, breaker=breaker), f"{by} paused repairs: {reason}", now)
 
 
 def resume_asked(state: FleetState, fact: ResumeAsked, now: datetime) -> FleetState:
-    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     for request in state.requests:
         at = request.asked_at.isoformat(timespec="minutes")
         said = f"it was asked at {at}, before {by} resumed repairs at {now.isoformat(timespec='minutes')}; ask again"
         state = _said(state, request, False, said, stale=True)
     out = sum(is_out(node) and not node.gone for node in state.nodes)
     state = replace(state, breaker=Breaker(resumed_at=now), reboots=(), out_when_resumed=out)
-    return noticed(state, f"{by} resumed repairs: {because}", now)
+    return noticed(state, f"{by} resumed repairs: {reason}", now)
 
 
-def _said(state: FleetState, request: PermitRequest, allowed: bool, because: str, *, stale: bool = False) -> FleetState:
-    answer = Answered(request.workflow, Permit(request.run, request.seq, allowed, because, stale))
+def _said(state: FleetState, request: PermitRequest, allowed: bool, reason: str, *, stale: bool = False) -> FleetState:
+    answer = Answered(request.workflow, Permit(request.run, request.seq, allowed, reason, stale))
     return replace(state, requests=tuple(one for one in state.requests if one != request), answered=(*state.answered, answer))
 
 
-def _open(state: FleetState, because: str, now: datetime) -> FleetState:
-    return replace(state, breaker=replace(state.breaker, because=because, since=now))
+def _open(state: FleetState, reason: str, now: datetime) -> FleetState:
+    return replace(state, breaker=replace(state.breaker, reason=reason, since=now))
 
 
 def _size(state: FleetState) -> int:

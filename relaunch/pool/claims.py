@@ -11,7 +11,7 @@ from relaunch.evidence.fields import text
 from relaunch.generation import LaunchedGeneration
 from relaunch.pool.facts import Reclaimed
 from relaunch.pool.messages import Claim, FaultReport, Place, Suspect
-from relaunch.pool.state import BehindClaim, ClaimRecord, FleetState, GivenBack, Living, Mark, NodeLook, NodeRecord, Standing
+from relaunch.pool.state import BehindClaim, ClaimRecord, FleetState, GivenBack, LiveGeneration, Mark, NodeProbe, NodeRecord, NodeStatus
 
 KEPT_MARKS = 20
 """Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""
@@ -127,7 +127,7 @@ def by_marks(record: NodeRecord) -> str:
     """Why the marks that were not retracted make the node a suspect; empty: they do not."""
     valid = [mark for mark in record.marks if not mark.retracted]
     if isolated := [mark for mark in valid if mark.isolated]:
-        return isolated[-1].because
+        return isolated[-1].reason
     jobs = {mark.job: mark for mark in valid if valid[-1].at - mark.at < SUSPECT_WITHIN}
     if len(jobs) < SUSPECT_JOBS:
         return ""
@@ -136,8 +136,8 @@ def by_marks(record: NodeRecord) -> str:
     return f"{len(jobs)} jobs failed on it within {hours}h: {named}"
 
 
-def all_retracted(record: NodeRecord, because: str) -> NodeRecord:
-    return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=because) for mark in record.marks))
+def all_retracted(record: NodeRecord, reason: str) -> NodeRecord:
+    return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=reason) for mark in record.marks))
 
 
 # --- a fleet that was started anew
@@ -251,8 +251,8 @@ def _without_living(state: FleetState, fact: Reclaimed) -> FleetState:
     return replace(state, nodes=nodes)
 
 
-def _left(node: NodeRecord, look: NodeLook, fact: Reclaimed) -> NodeRecord:
-    def others(living: tuple[Living, ...]) -> tuple[Living, ...]:
+def _left(node: NodeRecord, look: NodeProbe, fact: Reclaimed) -> NodeRecord:
+    def others(living: tuple[LiveGeneration, ...]) -> tuple[LiveGeneration, ...]:
         return tuple(one for one in living if one.job != fact.job or one.submission > fact.submission)
 
     return replace(node, look=replace(look, living=others(look.living)), last_living=others(node.last_living))
@@ -270,11 +270,11 @@ def _accused(nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime) 
         for name, other in list(records.items()):
             if name != suspect.node and other.marks:
                 records[name] = _followed(other, report, suspect, now)
-        if marked.standing is Standing.IN_SERVICE:
+        if marked.standing is NodeStatus.IN_SERVICE:
             by = f"job {report.job}" if suspect.isolate else "relaunch"
-            because = (text(suspect.because) or suspect.cause) if suspect.isolate else by_marks(marked)
-            if because:
-                records[suspect.node] = replace(marked, standing=Standing.SUSPECT, because=because, by=by, since=now)
+            reason = (text(suspect.reason) or suspect.cause) if suspect.isolate else by_marks(marked)
+            if reason:
+                records[suspect.node] = replace(marked, standing=NodeStatus.SUSPECT, reason=reason, by=by, since=now)
     return tuple(records.values()) or nodes
 
 
@@ -288,7 +288,7 @@ def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRe
         suspect.at,
         *said,
         suspect.cause,
-        text(suspect.because) or suspect.cause,
+        text(suspect.reason) or suspect.cause,
         suspect.code,
         suspect.gpus,
         isolated=suspect.isolate,
@@ -300,9 +300,9 @@ def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRe
 def _followed(record: NodeRecord, report: FaultReport, suspect: Suspect, now: datetime) -> NodeRecord:
     if suspect.cause not in FOLLOWING:
         return record
-    because = f"the fault followed job {report.job} to {suspect.node}"
+    reason = f"the fault followed job {report.job} to {suspect.node}"
     marks = tuple(
-        replace(mark, retracted=because)
+        replace(mark, retracted=reason)
         if not mark.retracted
         and (mark.job, mark.submission, mark.cause, mark.code) == (report.job, report.submission, suspect.cause, suspect.code)
         and mark.generation < suspect.generation
@@ -312,6 +312,6 @@ def _followed(record: NodeRecord, report: FaultReport, suspect: Suspect, now: da
     if marks == record.marks:
         return record
     record = replace(record, marks=marks)
-    if record.standing is Standing.SUSPECT and not by_marks(record):
-        return replace(record, standing=Standing.IN_SERVICE, because="", by="", since=now)
+    if record.standing is NodeStatus.SUSPECT and not by_marks(record):
+        return replace(record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now)
     return record

@@ -15,15 +15,15 @@ from relaunch.pool.messages import PermitRequest, Withdraw
 from relaunch.pool.nodes import FLEET, is_awaiting, put
 from relaunch.pool.orders import AskToLeave
 from relaunch.pool.power import in_use
-from relaunch.pool.restore import is_remembering
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+from relaunch.pool.restore import is_restoring
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
 NAMED = 4
 
 
 def asked_to_leave(state: FleetState, now: datetime) -> tuple[FleetState, list[AskToLeave]]:
     """Ask whoever is on a node that is wanted, each job once; tell it once when the node is not wanted any more."""
-    wanted = [node for node in state.nodes if node.drain or node.leave or node.told or node.standing is Standing.SUSPECT]
+    wanted = [node for node in state.nodes if node.drain or node.leave or node.told or node.standing is NodeStatus.SUSPECT]
     if not wanted:
         return state, []
     orders: list[AskToLeave] = []
@@ -51,15 +51,15 @@ def _asked(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: da
 
 def _leave(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime) -> Withdraw | None:
     """What the fleet itself wants of those who share a suspect; nothing while nothing would be done to it."""
-    if node.standing is not Standing.SUSPECT or node.drain is not None or _stands_still(state):
+    if node.standing is not NodeStatus.SUSPECT or node.drain is not None or _stands_still(state):
         return None
-    if node.leave is not None or not state.begun or is_awaiting(state, now) or is_remembering(state, now):
+    if node.leave is not None or not state.begun or is_awaiting(state, now) or is_restoring(state, now):
         return node.leave
     return _wish(state, node, now) if any(not _accuses(node, record) for record in here) else None
 
 
 def _wish(state: FleetState, node: NodeRecord, now: datetime) -> Withdraw:
-    return Withdraw(node.name, node.because, f"{FLEET}{state.name}", now + state.limits.leave_within)
+    return Withdraw(node.name, node.reason, f"{FLEET}{state.name}", now + state.limits.drain_within)
 
 
 def _stands_still(state: FleetState) -> bool:
@@ -73,9 +73,9 @@ def _accuses(node: NodeRecord, record: ClaimRecord) -> bool:
 
 def _why_over(node: NodeRecord) -> str:
     match node.standing:
-        case Standing.IN_SERVICE:
+        case NodeStatus.IN_SERVICE:
             return "it is in service again"
-        case Standing.SUSPECT:
+        case NodeStatus.SUSPECT:
             return "nothing is repaired at the moment"
         case _:
             return f"it is {node.standing}, and whoever has it may stay"
@@ -105,9 +105,9 @@ def shared(state: FleetState, node: NodeRecord, request: PermitRequest, others: 
     """Have the others leave it, where that is the fleet's to ask; return why the repair may not be now."""
     if not any(record.claim.job == request.job and _is_on(record, node) for record in state.claims):
         return state, in_use(state, node, request.job)
-    if node.standing is Standing.IN_SERVICE and not _stands_still(state):
-        node = replace(node, standing=Standing.SUSPECT, because=text(request.because), by=f"job {request.job}", since=now)
-    if node.standing is Standing.SUSPECT and node.leave is None and not _stands_still(state):
+    if node.standing is NodeStatus.IN_SERVICE and not _stands_still(state):
+        node = replace(node, standing=NodeStatus.SUSPECT, reason=text(request.reason), by=f"job {request.job}", since=now)
+    if node.standing is NodeStatus.SUSPECT and node.leave is None and not _stands_still(state):
         node = replace(node, leave=_wish(state, node, now))
     jobs = [record.claim.job for record in others]
     many = len(jobs) > 1

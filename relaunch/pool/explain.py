@@ -11,9 +11,9 @@ from relaunch.evidence.fields import text
 from relaunch.pool.inventory import used_by
 from relaunch.pool.nodes import is_awaiting
 from relaunch.pool.placement import Board, Chosen
-from relaunch.pool.restore import is_remembering
+from relaunch.pool.restore import is_restoring
 from relaunch.pool.shapes import Shape, fits
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
 NAMED = 3
 """Of each kind; the rest is counted."""
@@ -25,13 +25,13 @@ def why_closed(state: FleetState, now: datetime) -> str:
         return f"the file of fleet {state.name} has not been read yet"
     if state.breaker.is_open:
         since = f"{state.breaker.since:%H:%M} UTC" if state.breaker.since else "some time"
-        return f"the breaker of fleet {state.name} is open since {since}: {state.breaker.because}; relaunch nodes resume closes it"
+        return f"the breaker of fleet {state.name} is open since {since}: {state.breaker.reason}; relaunch nodes resume closes it"
     anew = f"fleet {state.name} was started anew and "
     if state.awaited is None:
         return anew + "looks which jobs run"
     if is_awaiting(state, now):
         return anew + f"asks the jobs what they hold: {listed(state.awaited)}"
-    if is_remembering(state, now):
+    if is_restoring(state, now):
         return anew + "asks the run before it which nodes are out of service"
     if not state.begun:
         return anew + f"looks at its {len(state.nodes)} nodes"
@@ -113,7 +113,7 @@ class Words:
             parts.append(", ".join(f"job {job} holds {count}" for job, count in holders) + more)
         parts += [self._some(survey.out, "out of service"), self._some(survey.silent, "silent"), self._some(survey.blocked, "in use")]
         known = [board.nodes[node] for name in claim.avoid if (node := board.index.get(name)) is not None]
-        avoided = [node.name for node in known if fits(node, shape, with_avoided=True) and node.standing is Standing.IN_SERVICE]
+        avoided = [node.name for node in known if fits(node, shape, with_avoided=True) and node.standing is NodeStatus.IN_SERVICE]
         parts.append(f"it avoids {listed(avoided)}" if avoided else "")
         idle = survey.spares
         parts.append(f"{idle} spare{'s are' if idle > 1 else ' is'} for jobs that have run" if idle else "")
@@ -137,8 +137,8 @@ class Words:
         out, silent, blocked = [], [], []
         for index, node in nodes:
             holders.update(list(board.holders.get(index, ())))
-            if node.standing is not Standing.IN_SERVICE:
-                out.append(f"{node.name} is {node.standing} ({text(node.because, 80)})")
+            if node.standing is not NodeStatus.IN_SERVICE:
+                out.append(f"{node.name} is {node.standing} ({text(node.reason, 80)})")
             elif node.look is not None and node.look.silent:
                 silent.append(f"{node.name} does not answer ({text(node.look.silent, 80)})")
             elif node.short:

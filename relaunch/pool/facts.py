@@ -10,7 +10,7 @@ from pydantic import Field
 
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.messages import Claim, FaultReport, PermitRequest
-from relaunch.pool.state import Breaker, ClaimRecord, NodeLook, NodeRecord
+from relaunch.pool.state import Breaker, ClaimRecord, NodeProbe, NodeRecord
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
 
@@ -63,7 +63,7 @@ class FaultsReported:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    looks: tuple[NodeLook, ...]
+    looks: tuple[NodeProbe, ...]
     kind: Literal["Looked"] = "Looked"
 
 
@@ -91,7 +91,7 @@ class RepairBegan:
     workflow: str
     run: str
     by: str
-    because: str
+    reason: str
     kind: Literal["RepairBegan"] = "RepairBegan"
 
 
@@ -111,14 +111,14 @@ class RepairEnded:
     """Which ordered it and waits for it; empty: the fleet or a person."""
     outcome: Literal["done", "refused", "ambiguous"]
     verdict: Verdict
-    because: str
+    reason: str
     kind: Literal["RepairEnded"] = "RepairEnded"
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineAsked:
     node: str
-    because: str
+    reason: str
     by: str
     drain_within: timedelta | None = None
     """Also have it left: by its job's next launch, and at the latest after this time. None: its job may stay."""
@@ -130,7 +130,7 @@ class ReleaseAsked:
     """Back into service, also out of SUSPECT; the person vouches for it."""
 
     node: str
-    because: str
+    reason: str
     by: str
     kind: Literal["ReleaseAsked"] = "ReleaseAsked"
 
@@ -140,14 +140,14 @@ class DeadDeclared:
     """A person vouches that nothing of jobs that have ended runs on a node any more."""
 
     node: str
-    because: str
+    reason: str
     by: str
     kind: Literal["DeadDeclared"] = "DeadDeclared"
 
 
 @dataclass(frozen=True, slots=True)
 class PauseAsked:
-    because: str
+    reason: str
     by: str
     kind: Literal["PauseAsked"] = "PauseAsked"
 
@@ -156,7 +156,7 @@ class PauseAsked:
 class ResumeAsked:
     """Ends a pause and closes the breaker. What asked meanwhile is refused: it was decided on what was true then."""
 
-    because: str
+    reason: str
     by: str
     kind: Literal["ResumeAsked"] = "ResumeAsked"
 
@@ -166,7 +166,7 @@ class Rejected:
     """A message that could not be understood."""
 
     name: str
-    because: str
+    reason: str
     kind: Literal["Rejected"] = "Rejected"
 
 

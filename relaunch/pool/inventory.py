@@ -55,7 +55,7 @@ def read_inventory(answer: object) -> Inventory:
     models: dict[str, None] = {}
     totals: list[int] = []
     memory_used: list[int] = []
-    strangers: dict[tuple[str, str], _Stranger] = {}
+    foreign_processes: dict[tuple[str, str], _Stranger] = {}
     lost: list[str] = []
     for index, row in enumerate(rows):
         memory_used.append(UNKNOWN)
@@ -70,7 +70,7 @@ def read_inventory(answer: object) -> Inventory:
             memory_used[-1] = taken >> 20
         for process in _listed(row.get("processes")):
             name = _name(process.get("user")), _name(process.get("program"))
-            strangers.setdefault(name, _Stranger()).uses(index, count(process.get("pid")))
+            foreign_processes.setdefault(name, _Stranger()).uses(index, count(process.get("pid")))
     return Inventory(
         model=", ".join(name for name in models if name),
         count=len(rows) - len(lost),
@@ -78,7 +78,7 @@ def read_inventory(answer: object) -> Inventory:
         memory_used=tuple(memory_used),
         driver=text(reading.get("driver"), 40),
         nvml=text(reading.get("nvml"), 40),
-        used=_uses(strangers),
+        used=_uses(foreign_processes),
         lost=tuple(lost),
     )
 
@@ -112,8 +112,8 @@ def _name(value: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text(value, 32))
 
 
-def _uses(strangers: Mapping[tuple[str, str], _Stranger]) -> tuple[GpuUse, ...]:
-    named = list(strangers.items())
+def _uses(foreign_processes: Mapping[tuple[str, str], _Stranger]) -> tuple[GpuUse, ...]:
+    named = list(foreign_processes.items())
     uses = [GpuUse(tuple(one.gpus), _who(*name, one)) for name, one in named[:NAMED]]
     rest = sorted({gpu for _, one in named[NAMED:] for gpu in one.gpus})
     return (*uses, GpuUse(tuple(rest), f"{len(named) - NAMED} more")) if rest else tuple(uses)

@@ -32,7 +32,7 @@ class Suspect:
     at: datetime
     generation: int
     cause: Cause
-    because: str
+    reason: str
     code: str = ""
     gpus: tuple[str, ...] = ()
     """By bus id."""
@@ -114,7 +114,7 @@ class Grant:
     behind: a later submission of this job is known, and this one takes a number above `above`."""
     places: tuple[Place, ...] = ()
     """When granted: as many as were wanted, or more where more would be taken, those that were kept first."""
-    because: str = ""
+    reason: str = ""
     holding: tuple[str, ...] = ()
     """Nodes on which ranks of an earlier submission of this job may live: it stops them first."""
     launched: tuple[LaunchedGeneration, ...] = ()
@@ -133,7 +133,7 @@ class Withdraw:
     """A job is asked to leave a node: for maintenance, or because it has to be examined and others were on it too."""
 
     node: str
-    because: str
+    reason: str
     by: str
     until: datetime
     """When it has to have left; sooner at its next checkpoint, or when it launches anew anyway."""
@@ -155,7 +155,7 @@ class PermitRequest:
     """Of this repair's requests."""
     node: str
     step: Literal["reset", "reboot"]
-    because: str
+    reason: str
     asked_at: datetime
     power: bool = False
     """The reboot is a power cycle: the node is not asked who lives there, and may be silent."""
@@ -172,6 +172,6 @@ class Permit:
     run: str
     seq: int
     allowed: bool
-    because: str
+    reason: str
     stale: bool = False
     """Not allowed only because it was asked before a person ended a pause or closed the breaker: what is true by now is to be examined."""

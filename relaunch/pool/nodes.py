@@ -10,7 +10,7 @@ from relaunch.evidence.findings import Verdict
 from relaunch.pool.claims import all_retracted, by_marks, declared_dead, note_moves
 from relaunch.pool.facts import Applied, DeadDeclared, QuarantineAsked, ReleaseAsked, RepairBegan, RepairEnded
 from relaunch.pool.messages import Withdraw
-from relaunch.pool.state import FleetState, Living, NodeLook, NodeRecord, Standing
+from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
 
 FLEET_FILE = "fleet file"
 """Who quarantines a node that the file does not name any more."""
@@ -52,7 +52,7 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
     for spec in fact.nodes:
         record = known.pop(spec.name, None) or NodeRecord(spec)
         record = replace(record, spec=spec, gone=False) if record.spec != spec or record.gone else record
-        if record.standing is Standing.QUARANTINED and record.by == FLEET_FILE:
+        if record.standing is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
             record = _back(record, now)
         nodes.append(record)
     # Whoever has left the file while somebody is on it stays until it is free: `settle` sees to that.
@@ -83,14 +83,14 @@ def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
 
 
 def _left(record: NodeRecord, now: datetime) -> NodeRecord:
-    if record.standing in (Standing.REPAIRING, Standing.QUARANTINED):
+    if record.standing in (NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
         return replace(record, gone=True)
     return quarantined(replace(record, gone=True), FLEET_FILE, NOT_IN_FILE, now)
 
 
 def _back(record: NodeRecord, now: datetime) -> NodeRecord:
-    if because := by_marks(record):
-        return replace(record, standing=Standing.SUSPECT, because=because, by=RELAUNCH, since=now)
+    if reason := by_marks(record):
+        return replace(record, standing=NodeStatus.SUSPECT, reason=reason, by=RELAUNCH, since=now)
     return in_service(record, now)
 
 
@@ -107,11 +107,11 @@ def without_gone(state: FleetState) -> FleetState:
 
 
 def in_service(record: NodeRecord, now: datetime) -> NodeRecord:
-    return replace(record, standing=Standing.IN_SERVICE, because="", by="", since=now, drain=None, leave=None)
+    return replace(record, standing=NodeStatus.IN_SERVICE, reason="", by="", since=now, drain=None, leave=None)
 
 
-def quarantined(record: NodeRecord, by: str, because: str, now: datetime) -> NodeRecord:
-    return replace(record, standing=Standing.QUARANTINED, because=because, by=by, since=now)
+def quarantined(record: NodeRecord, by: str, reason: str, now: datetime) -> NodeRecord:
+    return replace(record, standing=NodeStatus.QUARANTINED, reason=reason, by=by, since=now)
 
 
 def is_ours(record: NodeRecord) -> bool:
@@ -121,9 +121,9 @@ def is_ours(record: NodeRecord) -> bool:
 
 def is_out(record: NodeRecord) -> bool:
     match record.standing:
-        case Standing.SUSPECT | Standing.REPAIRING:
+        case NodeStatus.SUSPECT | NodeStatus.REPAIRING:
             return True
-        case Standing.QUARANTINED:
+        case NodeStatus.QUARANTINED:
             return is_ours(record)
         case _:
             return False
@@ -132,12 +132,12 @@ def is_out(record: NodeRecord) -> bool:
 # --- looks
 
 
-def looked(state: FleetState, looks: tuple[NodeLook, ...], now: datetime) -> FleetState:
+def looked(state: FleetState, looks: tuple[NodeProbe, ...], now: datetime) -> FleetState:
     by_name = {look.node: look for look in looks}
     return replace(state, nodes=tuple(_seen(node, by_name.get(node.name), now) for node in state.nodes))
 
 
-def _seen(record: NodeRecord, look: NodeLook | None, now: datetime) -> NodeRecord:
+def _seen(record: NodeRecord, look: NodeProbe | None, now: datetime) -> NodeRecord:
     if look is None:
         return record
     if look.inventory is not None:
@@ -147,7 +147,7 @@ def _seen(record: NodeRecord, look: NodeLook | None, now: datetime) -> NodeRecor
     return replace(record, look=look, looked_at=now, silent_since=(record.silent_since or now) if look.silent else None)
 
 
-def _last_living(record: NodeRecord) -> tuple[Living, ...]:
+def _last_living(record: NodeRecord) -> tuple[LiveGeneration, ...]:
     return record.last_living if record.look is None or record.look.silent else record.look.living
 
 
@@ -157,7 +157,7 @@ def short(state: FleetState, now: datetime) -> FleetState:
         return state
     held = {place.node for record in state.claims for place in record.places}
     nodes = (
-        replace(node, standing=Standing.SUSPECT, because=node.short, by=RELAUNCH, since=now)
+        replace(node, standing=NodeStatus.SUSPECT, reason=node.short, by=RELAUNCH, since=now)
         if _is_idle(node, held) and node.short
         else node
         for node in state.nodes
@@ -166,9 +166,9 @@ def short(state: FleetState, now: datetime) -> FleetState:
 
 
 def _is_idle(record: NodeRecord, held: set[str]) -> bool:
-    if record.standing is not Standing.IN_SERVICE or record.repair or record.gone or record.name in held:
+    if record.standing is not NodeStatus.IN_SERVICE or record.repair or record.gone or record.name in held:
         return False
-    if record.strangers:  # an examination would be refused, and the node kept out for that
+    if record.foreign_processes:  # an examination would be refused, and the node kept out for that
         return False
     return record.look is not None and not (record.look.silent or record.look.held or record.look.living)
 
@@ -200,11 +200,11 @@ def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetSt
     # What was read of its GPUs before that says nothing any more.
     record = replace(record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None)
     if fact.verdict is not Verdict.UNKNOWN:
-        record = replace(record, verdict=fact.verdict, verdict_at=now, verdict_because=text(fact.because))
-    if fact.job and record.standing is not Standing.REPAIRING:
+        record = replace(record, verdict=fact.verdict, verdict_at=now, verdict_reason=text(fact.reason))
+    if fact.job and record.standing is not NodeStatus.REPAIRING:
         return put(state, record)
     if _proves_nothing(record, fact):
-        return noticed(put(state, record), f"{record.name} stays in service, its repair was refused: {fact.because}", now)
+        return noticed(put(state, record), f"{record.name} stays in service, its repair was refused: {fact.reason}", now)
     return put(state, _after_repair(record, fact, now, stale=_was_stale(state, fact)))
 
 
@@ -212,7 +212,7 @@ def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
     """A person's repair that was refused, because the node is in use for example, says nothing against a node that serves."""
     ordered = not fact.by.startswith(FLEET)
     refused = fact.outcome == "refused" and fact.verdict is not Verdict.UNHEALTHY
-    return ordered and refused and record.standing is Standing.IN_SERVICE
+    return ordered and refused and record.standing is NodeStatus.IN_SERVICE
 
 
 def _was_stale(state: FleetState, fact: RepairEnded) -> bool:
@@ -227,22 +227,22 @@ def _after_repair(record: NodeRecord, fact: RepairEnded, now: datetime, *, stale
         record = all_retracted(record, "examined healthy after a repair")
     if record.gone:
         return quarantined(record, FLEET_FILE, NOT_IN_FILE, now)
-    if record.standing is Standing.QUARANTINED and not is_ours(record):
+    if record.standing is NodeStatus.QUARANTINED and not is_ours(record):
         # A person's word holds until a person takes it back by a release: to have a node repaired says nothing about why it is kept.
         return record
     if done:
         return in_service(record, now)
-    if stale and record.standing is Standing.REPAIRING:
+    if stale and record.standing is NodeStatus.REPAIRING:
         # It proved nothing: the next repair examines what is true by then.
-        return replace(record, standing=Standing.SUSPECT, since=now)
-    return quarantined(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.because}"), now)
+        return replace(record, standing=NodeStatus.SUSPECT, since=now)
+    return quarantined(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.reason}"), now)
 
 
 def overdue(state: FleetState, now: datetime) -> FleetState:
     """No repair is believed in for ever."""
     for record in [one for one in state.nodes if one.repair_since is not None and now - one.repair_since >= REPAIR_WITHIN]:
         after = replace(record, repair="", repair_since=None, repair_acts=False)
-        if record.standing is Standing.REPAIRING:
+        if record.standing is NodeStatus.REPAIRING:
             after = quarantined(after, RELAUNCH, "nobody told how its repair ended", now)
         state = noticed(put(state, after), f"{record.name}: nobody told within 3 h how {record.repair} ended", now)
     return state
@@ -252,28 +252,28 @@ def overdue(state: FleetState, now: datetime) -> FleetState:
 
 
 def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) -> FleetState:
-    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     record = find(state, fact.node)
     if record is None:
         return noticed(state, f"{by} asked to quarantine {fact.node}, which is not in fleet {state.name}", now)
-    drain = None if fact.drain_within is None else Withdraw(record.name, because, by, now + fact.drain_within)
+    drain = None if fact.drain_within is None else Withdraw(record.name, reason, by, now + fact.drain_within)
     record = replace(record, drain=drain, told=record.told if drain in (None, record.drain) else ())
     how = "" if drain is None else f", to be left by {drain.until.isoformat(timespec='minutes')}"
-    return noticed(put(state, quarantined(record, by, because, now)), f"{by} quarantined {record.name}{how}: {because}", now)
+    return noticed(put(state, quarantined(record, by, reason, now)), f"{by} quarantined {record.name}{how}: {reason}", now)
 
 
 def release_asked(state: FleetState, fact: ReleaseAsked, now: datetime) -> FleetState:
-    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     record = find(state, fact.node)
     if record is None or record.gone:
         return noticed(state, f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}", now)
-    record = all_retracted(replace(in_service(record, now), read_at=None), f"{by} released it: {because}")
-    return noticed(put(state, record), f"{by} released {record.name}: {because}", now)
+    record = all_retracted(replace(in_service(record, now), read_at=None), f"{by} released it: {reason}")
+    return noticed(put(state, record), f"{by} released {record.name}: {reason}", now)
 
 
 def dead_declared(state: FleetState, fact: DeadDeclared, now: datetime) -> FleetState:
-    by, because = text(fact.by, 80) or "a person", text(fact.because) or "no reason given"
+    by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     if find(state, fact.node) is None:
         return noticed(state, f"{by} declared {fact.node} dead, which is not in fleet {state.name}", now)
     state = declared_dead(state, fact.node, now)
-    return noticed(state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {because}", now)
+    return noticed(state, f"{by} declared that nothing of ended jobs runs on {fact.node}: {reason}", now)

@@ -55,7 +55,7 @@ class Reclaim:
 @dataclass(frozen=True, slots=True)
 class StartRepair:
     node: str
-    because: str
+    reason: str
     gpus: tuple[str, ...] = ()
     strategy: Strategy | None = None
     """None: what an examination calls for."""

@@ -15,7 +15,7 @@ from relaunch.pool.inventory import GpuUse
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.probing import FRESH, is_due, may_be_read
 from relaunch.pool.shapes import Kind, Shape, fits, serves
-from relaunch.pool.state import ClaimRecord, FleetState, Living, NodeRecord, Offered, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeRecord, NodeStatus, Offered
 
 GIVEN_UP = timedelta(minutes=10)
 """A node that has been silent for so long is not waited for, and others get what a large claim would leave free meanwhile."""
@@ -61,7 +61,7 @@ class Board:
         """Who says that it has what another one has: it spoke so late that a fleet which was started anew gave it away."""
         self.visited: dict[int, frozenset[int]] = {}
         """By node: the GPUs that strangers use."""
-        self.living: dict[str, list[tuple[int, Living]]] = {}
+        self.living: dict[str, list[tuple[int, LiveGeneration]]] = {}
         """By job: where ranks of it live."""
         self.offered: dict[int, dict[str, tuple[int, ...]]] = {}
         """By node: which running jobs may have it or a part of it, if they want to grow."""
@@ -88,8 +88,8 @@ class Board:
         for node, one in enumerate(self.nodes):
             for living in one.look.living if one.look else ():
                 self.living.setdefault(living.job, []).append((node, living))
-            if one.inventory is not None and one.inventory.used and (strangers := one.strangers):
-                self.visited[node] = frozenset(gpu for use in strangers for gpu in use.gpus)
+            if one.inventory is not None and one.inventory.used and (foreign_processes := one.foreign_processes):
+                self.visited[node] = frozenset(gpu for use in foreign_processes for gpu in use.gpus)
             if not one.gone:
                 self._in_file[one.spec.spare, one.spec.gpus] += 1
             if self._is_eventual(one):
@@ -114,7 +114,7 @@ class Board:
     def _all(self, node: int) -> range:
         return range(self.nodes[node].spec.gpus)
 
-    def is_lived_on(self, node: int, job: str = "") -> bool:
+    def has_foreign_ranks(self, node: int, job: str = "") -> bool:
         """By ranks of others, that nobody has set a part of it aside for."""
         look = self.nodes[node].look
         if look is None or not self.nodes[node].spec.gpus:
@@ -128,14 +128,14 @@ class Board:
             return False
         if one.spec.gpus and (one.read_at is None or self.now - one.read_at >= FRESH):
             return False
-        return self.now - one.looked_at < FRESH and not self.is_lived_on(node, job)
+        return self.now - one.looked_at < FRESH and not self.has_foreign_ranks(node, job)
 
     def in_the_way(self, node: int, need: int) -> tuple[GpuUse, ...]:
         """The strangers but for whom somebody who wants so many GPUs (0: all) could have them here."""
         wanted = need or self.nodes[node].spec.gpus
         if node not in self.visited or not len(self.free_gpus(node)) < wanted <= len(self.unclaimed(node)):
             return ()
-        return self.nodes[node].strangers
+        return self.nodes[node].foreign_processes
 
     def is_full(self, node: int) -> bool:
         """Jobs have all of it."""
@@ -150,11 +150,11 @@ class Board:
 
     def _is_usable(self, node: int) -> bool:
         one = self.nodes[node]
-        return one.standing is Standing.IN_SERVICE and one.drain is None and not one.gone and not one.repair and not one.short
+        return one.standing is NodeStatus.IN_SERVICE and one.drain is None and not one.gone and not one.repair and not one.short
 
     def _is_eventual(self, one: NodeRecord) -> bool:
         """Whether somebody may get it without a person's help, in the end."""
-        if one.standing is Standing.QUARANTINED or one.drain is not None or one.gone:
+        if one.standing is NodeStatus.QUARANTINED or one.drain is not None or one.gone:
             return False
         return one.silent_since is None or self.now - one.silent_since < GIVEN_UP
 
@@ -203,7 +203,7 @@ class Board:
             one = self.nodes[node]
             wish = one.drain or one.leave
             stays = wish is not None and name in record.claim.stays and self.now < wish.until
-            if stays or (one.drain is None and one.standing in (Standing.IN_SERVICE, Standing.QUARANTINED)):
+            if stays or (one.drain is None and one.standing in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)):
                 found.append(node)
         return found[: record.claim.up_to]
 
@@ -414,4 +414,4 @@ class Board:
     def _only_stale(self, node: int) -> bool:
         """Nothing speaks against it but that the last look is too old."""
         look = self.nodes[node].look
-        return look is None or not (look.silent or look.held or self.is_lived_on(node))
+        return look is None or not (look.silent or look.held or self.has_foreign_ranks(node))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from relaunch.pool.state import NodeRecord, Standing
+from relaunch.pool.state import NodeRecord, NodeStatus
 
 FRESH = timedelta(seconds=10)
 """How long a node that answered counts as answering: a launch follows a grant within a second or two."""
@@ -33,7 +33,7 @@ def is_due(record: NodeRecord, now: datetime) -> bool:
 
 def may_be_read(record: NodeRecord, now: datetime, gap: timedelta) -> bool:
     """Whether to read its GPUs with a look: not while it is repaired, for a reset wants nobody to have them open."""
-    if not record.spec.gpus or record.gone or record.repair or record.standing is Standing.REPAIRING:
+    if not record.spec.gpus or record.gone or record.repair or record.standing is NodeStatus.REPAIRING:
         return False
     return record.read_at is None or now - record.read_at >= gap
 

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from relaunch.pool.claims import note_moves, restored, worth_restoring
 from relaunch.pool.facts import Remembered
 from relaunch.pool.nodes import FLEET_FILE, is_out, noticed
-from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, Standing
+from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
 
 REMEMBER_WITHIN = timedelta(seconds=15)
 """How long nothing is given and nothing repaired meanwhile: a worker asks the run before for ten seconds at most."""
@@ -39,12 +39,12 @@ def memory(*runs: FleetState) -> Remembered:
 
 def _worth(record: NodeRecord) -> NodeRecord:
     # Whatever is done to it, somebody has to examine it again: how that ends may be told to nobody.
-    standing = Standing.SUSPECT if record.standing is Standing.REPAIRING else record.standing
-    out = standing is not Standing.IN_SERVICE
+    standing = NodeStatus.SUSPECT if record.standing is NodeStatus.REPAIRING else record.standing
+    out = standing is not NodeStatus.IN_SERVICE
     return NodeRecord(
         record.spec,
         standing,
-        because=record.because if out else "",
+        reason=record.reason if out else "",
         by=record.by if out else "",
         since=record.since if out else None,
         drain=record.drain,
@@ -53,7 +53,7 @@ def _worth(record: NodeRecord) -> NodeRecord:
         marks=record.marks,
         verdict=record.verdict,
         verdict_at=record.verdict_at,
-        verdict_because=record.verdict_because,
+        verdict_reason=record.verdict_reason,
     )
 
 
@@ -62,7 +62,7 @@ def has_restored(state: FleetState) -> bool:
     return state.remembered and not state.restore_error
 
 
-def is_remembering(state: FleetState, now: datetime) -> bool:
+def is_restoring(state: FleetState, now: datetime) -> bool:
     """Whether somebody may still say that a node is bad which looks good."""
     return not state.remembered and (state.remembers_until is None or now < state.remembers_until)
 
@@ -75,7 +75,7 @@ def began(state: FleetState, now: datetime) -> FleetState:
 
 
 def given_up(state: FleetState, now: datetime) -> FleetState:
-    if state.remembered or is_remembering(state, now):
+    if state.remembered or is_restoring(state, now):
         return state
     state = replace(state, remembered=True, restore_error=f"it did not say so within {REMEMBER_WITHIN.total_seconds():.0f} s")
     return noticed(state, "nobody could say what the run before knew: quarantines, pauses and faults of before are forgotten", now)
@@ -94,7 +94,7 @@ def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState
         out = sum(is_out(node) and not node.gone for node in state.nodes)
         state = replace(state, out_when_resumed=max(state.out_when_resumed, out))
     known = {record.name for record in fact.nodes}
-    out = sum(node.standing is not Standing.IN_SERVICE and node.name in known for node in state.nodes)
+    out = sum(node.standing is not NodeStatus.IN_SERVICE and node.name in known for node in state.nodes)
     parts = [f"{out} node{'s' * (out != 1)} out of service"] if out else []
     parts += ["an open breaker"] if fact.breaker.is_open and state.breaker.is_open else []
     parts += ["a pause of repairs"] if fact.breaker.paused and state.breaker.paused else []
@@ -114,16 +114,16 @@ def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
     if known is None:
         return record
     # A person who has released it since has said the last word; so has whoever took it out of service anew. A job that suspects it has not.
-    is_news = record.standing is not Standing.IN_SERVICE or record.since is not None
-    if is_news and not (record.standing is Standing.SUSPECT and known.standing is Standing.QUARANTINED):
+    is_news = record.standing is not NodeStatus.IN_SERVICE or record.since is not None
+    if is_news and not (record.standing is NodeStatus.SUSPECT and known.standing is NodeStatus.QUARANTINED):
         # Until when others have to leave a suspect has been said.
-        return replace(record, leave=known.leave) if record.standing is known.standing is Standing.SUSPECT else record
+        return replace(record, leave=known.leave) if record.standing is known.standing is NodeStatus.SUSPECT else record
     old = {_name(mark) for mark in known.marks}
     new = tuple(mark for mark in record.marks if _name(mark) not in old)
     return replace(
         record,
         standing=known.standing,
-        because=known.because,
+        reason=known.reason,
         by=known.by,
         since=known.since,
         drain=known.drain,
@@ -131,7 +131,7 @@ def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
         marks=tuple(sorted((*known.marks, *new), key=lambda mark: mark.at)),
         verdict=record.verdict or known.verdict,
         verdict_at=record.verdict_at or known.verdict_at,
-        verdict_because=record.verdict_because or known.verdict_because,
+        verdict_reason=record.verdict_reason or known.verdict_reason,
     )
 
 
@@ -143,7 +143,7 @@ def _breaker(now: Breaker, before: Breaker) -> Breaker:
     if now.resumed_at is not None:
         return now
     if not now.is_open:
-        now = replace(now, because=before.because, since=before.since)
+        now = replace(now, reason=before.reason, since=before.since)
     if not now.paused:
         now = replace(now, paused=before.paused, paused_since=before.paused_since)
     return now

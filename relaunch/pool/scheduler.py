@@ -43,7 +43,7 @@ from relaunch.pool.orders import AskToClaim, Look, Order, Reclaim, Settled, Star
 from relaunch.pool.placement import Board
 from relaunch.pool.power import is_silent_since_reboot
 from relaunch.pool.probing import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap, may_be_read
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Reclaiming, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, Reclaiming
 
 SWEEP = timedelta(seconds=60)
 """Between two looks at all nodes: how long ranks that nobody answers for may go unseen."""
@@ -91,7 +91,7 @@ def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
         case ResumeAsked():
             return breaker.resume_asked(state, fact, now)
         case Rejected():
-            return fleet_nodes.noticed(state, f"{fact.name}: {fact.because}", now)
+            return fleet_nodes.noticed(state, f"{fact.name}: {fact.reason}", now)
         case _:
             assert_never(fact)
 
@@ -163,7 +163,7 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
             if _is_watched(node, held)
         ]
         # Whoever uses GPUs there may be gone by now.
-        later += [node.read_at + FRESH for node in state.nodes if node.read_at is not None and node.strangers]
+        later += [node.read_at + FRESH for node in state.nodes if node.read_at is not None and node.foreign_processes]
     # What is past was done when the state was settled, or nobody wants it, or news of it is on its way.
     times += [at for at in later if at > now]
     return max(min(times), now + AT_LEAST)
@@ -171,7 +171,7 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
 
 def _is_watched(node: NodeRecord, held: set[str]) -> bool:
     """Whether a look at it may bring news that somebody waits for."""
-    if node.standing not in (Standing.IN_SERVICE, Standing.SUSPECT) or node.asked_at is None:
+    if node.standing not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT) or node.asked_at is None:
         return False
     if node.look is None or node.looked_at is None or node.looked_at < node.asked_at:
         return True
@@ -195,8 +195,8 @@ def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
 
 def _behind(state: FleetState) -> tuple[FleetState, list[TellJob]]:
     """Tell jobs whose submission is lower than one that is known, so that they take a higher number."""
-    because = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
-    tells = [TellJob(one.job, Grant(one.submission, one.seq, "behind", because=because, above=one.above)) for one in state.behind]
+    reason = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
+    tells = [TellJob(one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above)) for one in state.behind]
     return (replace(state, behind=()) if tells else state), tells
 
 
@@ -251,22 +251,22 @@ def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]
     room = breaker.repairs_at_once(state) - breaker.under_way(state)
     if room <= 0 or not breaker.may_repair(state) or not state.begun:
         return state, []
-    if fleet_nodes.is_awaiting(state, now) or fleet_memory.is_remembering(state, now):
+    if fleet_nodes.is_awaiting(state, now) or fleet_memory.is_restoring(state, now):
         return state, []
     held = {place.node for record in state.claims for place in record.places}
     suspects = [
         (node.since or now, index)
         for index, node in enumerate(state.nodes)
-        if node.standing is Standing.SUSPECT and not node.repair and node.name not in held and not (node.look and node.look.living)
+        if node.standing is NodeStatus.SUSPECT and not node.repair and node.name not in held and not (node.look and node.look.living)
     ]
     orders: list[Order] = []
     nodes = list(state.nodes)
     for _, index in sorted(suspects)[:room]:
         node = nodes[index]
         gpus = tuple(dict.fromkeys(gpu for mark in node.marks if not mark.retracted for gpu in mark.gpus))
-        orders.append(StartRepair(node.name, node.because, gpus, after_reboot=is_silent_since_reboot(node)))
+        orders.append(StartRepair(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node)))
         repair = f"repair/{state.name}/{node.name}"
-        nodes[index] = replace(node, standing=Standing.REPAIRING, since=now, repair=repair, repair_since=now, repair_acts=False)
+        nodes[index] = replace(node, standing=NodeStatus.REPAIRING, since=now, repair=repair, repair_since=now, repair_acts=False)
     return (replace(state, nodes=tuple(nodes)) if orders else state), orders
 
 
@@ -285,7 +285,7 @@ def _looks(state: FleetState, board: Board, wanted: list[int], now: datetime, bu
             if (
                 node.looked_at is None
                 or (node.look is not None and node.look.unread)
-                or (node.standing is Standing.SUSPECT and board.is_free(index) and board.has_living(index))
+                or (node.standing is NodeStatus.SUSPECT and board.is_free(index) and board.has_living(index))
             )
             and is_due(node, now)
         ]

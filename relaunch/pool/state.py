@@ -18,7 +18,7 @@ from relaunch.spec.fleet import FleetLimits, FleetNode
 
 
 @dataclass(frozen=True, slots=True)
-class Living:
+class LiveGeneration:
     """Ranks that live on a node, as its agent says. Ordered by (submission, generation)."""
 
     job: str
@@ -27,7 +27,7 @@ class Living:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLook:
+class NodeProbe:
     """One look at one node: it answered, or why not."""
 
     node: str
@@ -36,7 +36,7 @@ class NodeLook:
     boot_id: str = ""
     held: str = ""
     """Who works on it (an examination, a repair), a clause; empty: nobody. It is in no job's way otherwise."""
-    living: tuple[Living, ...] = ()
+    living: tuple[LiveGeneration, ...] = ()
     inventory: Inventory | None = None
     """Of its GPUs, where they were read for this look; the record of the node keeps it."""
     read_ago: timedelta = timedelta(0)
@@ -45,7 +45,7 @@ class NodeLook:
     """Its GPUs were to be read for this look, and the reading had not come to an end."""
 
 
-class Standing(StrEnum):
+class NodeStatus(StrEnum):
     """Whether a node may be given to jobs. Whether it answers and who uses it are other questions."""
 
     IN_SERVICE = "in service"
@@ -65,7 +65,7 @@ class Mark:
     submission: int
     generation: int
     cause: Cause
-    because: str
+    reason: str
     code: str = ""
     gpus: tuple[str, ...] = ()
     retracted: str = ""
@@ -77,16 +77,16 @@ class Mark:
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
     spec: FleetNode
-    standing: Standing = Standing.IN_SERVICE
-    because: str = ""
+    standing: NodeStatus = NodeStatus.IN_SERVICE
+    reason: str = ""
     by: str = ""
     since: datetime | None = None
-    look: NodeLook | None = None
+    look: NodeProbe | None = None
     """The newest one."""
     looked_at: datetime | None = None
     answered: bool = False
     """It has answered since this fleet began: what lives there that no other one can tell of has been seen."""
-    last_living: tuple[Living, ...] = ()
+    last_living: tuple[LiveGeneration, ...] = ()
     """Ranks that lived there when it answered last; only while it is silent."""
     inventory: Inventory | None = None
     """Of its GPUs, as they were read last."""
@@ -102,7 +102,7 @@ class NodeRecord:
     verdict: Verdict | None = None
     """Of the last repair whose examination came to one: HEALTHY or UNHEALTHY. None: there was none yet."""
     verdict_at: datetime | None = None
-    verdict_because: str = ""
+    verdict_reason: str = ""
     """Kept through whatever happens on the node later: it says how old it is."""
     repair_ended: str = ""
     """The last one that has ended; a message of it that comes late changes nothing."""
@@ -128,7 +128,7 @@ class NodeRecord:
         return self.spec.name
 
     @property
-    def strangers(self) -> tuple[GpuUse, ...]:
+    def foreign_processes(self) -> tuple[GpuUse, ...]:
         """Who uses GPUs of it that are relaunch's to give, and is none of its jobs."""
         given = [(tuple(gpu for gpu in use.gpus if gpu < self.spec.gpus), use.who) for use in self.inventory.used] if self.inventory else []
         return tuple(GpuUse(gpus, who) for gpus, who in given if gpus)
@@ -203,7 +203,7 @@ class ClaimRecord:
 class Breaker:
     """Open: nothing is repaired and nothing is granted, until a person closes it."""
 
-    because: str = ""
+    reason: str = ""
     """Why it is open; empty: it is closed."""
     since: datetime | None = None
     paused: str = ""
@@ -214,7 +214,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        return bool(self.because)
+        return bool(self.reason)
 
 
 @dataclass(frozen=True, slots=True)

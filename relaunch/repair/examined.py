@@ -29,10 +29,10 @@ def examined(state: RepairState, health: Health, now: datetime) -> RepairState:
     rules = state.rules
     rebooted = health.boot_id != state.boot_id
     if state.strategy is Strategy.REBOOT_NODE and not rebooted:
-        because = f"{state.node} tells boot id {health.boot_id} again, which had ended"
-        return again(replace(state, stage=Stage.PROVING), LOOK_AGAIN, now, because)
+        reason = f"{state.node} tells boot id {health.boot_id} again, which had ended"
+        return again(replace(state, stage=Stage.PROVING), LOOK_AGAIN, now, reason)
     if state.examined_on and health.boot_id != state.examined_on:
-        return _concluded(state, replace(health, verdict=Verdict.UNKNOWN, because="it rebooted while it was examined"), now)
+        return _concluded(state, replace(health, verdict=Verdict.UNKNOWN, reason="it rebooted while it was examined"), now)
     state = replace(state, examined_on=health.boot_id)
     if _has_just_booted(state, health, now) and rules.expected_gpus and (health.working or 0) < rules.expected_gpus:
         shown = "no GPU yet" if not health.working else f"{health.working} of {rules.expected_gpus} GPUs"
@@ -49,16 +49,16 @@ def _has_just_booted(state: RepairState, health: Health, now: datetime) -> bool:
 def diagnosed(state: RepairState, answer: Mapping[str, Any], catalog: Catalog, now: datetime) -> RepairState:
     assert state.health is not None  # diagnosed is only what was probed
     health = with_diag(state.health, answer, level=state.rules.level, catalog=catalog)
-    state = with_health(noted(state, now, "Diagnosed", health.because), health)
+    state = with_health(noted(state, now, "Diagnosed", health.reason), health)
     if health.verdict is Verdict.UNKNOWN and _has_just_booted(state, health, now):
         # DCGM's own service starts after the driver.
-        return again(replace(state, stage=Stage.EXAMINING), DRIVER_AGAIN, now, f"{state.node} has just booted: {health.because}")
+        return again(replace(state, stage=Stage.EXAMINING), DRIVER_AGAIN, now, f"{state.node} has just booted: {health.reason}")
     return _concluded(state, health, now)
 
 
-def not_diagnosed(state: RepairState, because: str, now: datetime) -> RepairState:
-    state = replace(state, examinations=state.examinations + 1, silent=because, stage=Stage.EXAMINING)
-    said = f"dcgmi diag on {state.node} got no answer: {because}"
+def not_diagnosed(state: RepairState, reason: str, now: datetime) -> RepairState:
+    state = replace(state, examinations=state.examinations + 1, silent=reason, stage=Stage.EXAMINING)
+    said = f"dcgmi diag on {state.node} got no answer: {reason}"
     if state.examinations < MAX_EXAMINATIONS:
         return again(state, LOOK_AGAIN, now, said)
     return ended(state, now, "refused", f"{state.node} was {done_to(state)}, but whether it helped is not known: {said}")
@@ -68,10 +68,10 @@ def _concluded(state: RepairState, health: Health, now: datetime) -> RepairState
     did = f"{state.node} was {done_to(state)}"
     match health.verdict:
         case Verdict.HEALTHY:
-            return ended(state, now, "done", f"{did} and is healthy: {health.because}", Verdict.HEALTHY)
+            return ended(state, now, "done", f"{did} and is healthy: {health.reason}", Verdict.HEALTHY)
         case Verdict.UNHEALTHY:
-            return ended(state, now, "refused", f"{did} and is still unhealthy: {health.because}", Verdict.UNHEALTHY)
+            return ended(state, now, "refused", f"{did} and is still unhealthy: {health.reason}", Verdict.UNHEALTHY)
         case Verdict.UNKNOWN:
-            return ended(state, now, "refused", f"{did}, but whether it helped is not known: {health.because}")
+            return ended(state, now, "refused", f"{did}, but whether it helped is not known: {health.reason}")
         case _:
             assert_never(health.verdict)

@@ -19,7 +19,7 @@ def question(state: RepairState) -> str:
     if state.health is not None and state.strategy is Strategy.REBOOT_NODE:
         reboots = len(state.health.reboots)
         so_far = f" ({reboots} reboot{'s' * (reboots != 1)} in its journal)"
-    return text(f"may relaunch {order_of(state)}{so_far}? {state.by} asks for it: {state.because}", 600)
+    return text(f"may relaunch {order_of(state)}{so_far}? {state.by} asks for it: {state.reason}", 600)
 
 
 def order_of(state: RepairState) -> str:
@@ -71,10 +71,8 @@ def overdue(state: RepairState) -> Finish:
             times = f"{state.attempts} order{'s' * (state.attempts != 1)}"
             return Finish("refused", unknown, f"{times} to reboot {state.node}, and it still runs on boot id {state.boot_id}")
         case Stage.PROVING:
-            because = (
-                f"whether the order to {order_of(state)} was carried out is not known: {state.silent or 'no answer came to the order'}"
-            )
-            return Finish("ambiguous", unknown, because)
+            reason = f"whether the order to {order_of(state)} was carried out is not known: {state.silent or 'no answer came to the order'}"
+            return Finish("ambiguous", unknown, reason)
         case Stage.EXAMINING | Stage.DIAGNOSING:
             last = state.silent or state.waiting or "it was not examined"
             return Finish("refused", unknown, f"{state.node} was {done_to(state)}, but whether it helped was not known in time: {last}")

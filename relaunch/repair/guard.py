@@ -22,7 +22,7 @@ def against(state: RepairState, health: Health | None, now: datetime) -> str:
         if unknown:
             return f"no GPU of {state.node} is known as {', '.join(unknown)}"
         asked = [one for one in health.findings if one.source == "nvml" and one.code.startswith("recovery action")]
-        return next((f"a reset does not help {state.node}: {one.because}" for one in asked if one.cause is Cause.GPU_FATAL), "")
+        return next((f"a reset does not help {state.node}: {one.reason}" for one in asked if one.cause is Cause.GPU_FATAL), "")
     if health is not None and health.journal_unread:
         return f"how often {state.node} was rebooted is not known: {health.journal_unread}"
     times = restarts(state, now)

@@ -93,7 +93,7 @@ def begin(
     node: str,
     strategy: Strategy,
     gpus: tuple[str, ...],
-    because: str,
+    reason: str,
     by: str,
     rules: RepairRules,
     now: datetime,
@@ -116,7 +116,7 @@ def begin(
         node,
         strategy,
         tuple(text(gpu, 40) for gpu in gpus),
-        text(because),
+        text(reason),
         text(by, 80),
         rules,
         now,
@@ -141,22 +141,22 @@ def next_step(state: RepairState, now: datetime) -> Step:
         case Stage.ASKING:
             return AskPerson(question(state), _ends(state), "repairs: ask")
         case Stage.LOOKING:
-            return Probe(min(PROBE_WITHIN, left), None, f"whether one may {order_of(state)}: {state.because}")
+            return Probe(min(PROBE_WITHIN, left), None, f"whether one may {order_of(state)}: {state.reason}")
         case Stage.PROVING:
             return Probe(min(PROBE_WITHIN, left), _since_order(state, now), f"whether the order to {order_of(state)} was carried out")
         case Stage.EXAMINING:
             return Probe(min(PROBE_WITHIN, left), _since_order(state, now), f"{state.node} was {done_to(state)}: whether it is healthy now")
         case Stage.DIAGNOSING:
             level = state.rules.level
-            because = f"{state.node} was {done_to(state)}: whether it is healthy by dcgmi diag -r {level}"
-            return Diagnose(level, min(state.rules.examine_within, left), because)
+            reason = f"{state.node} was {done_to(state)}: whether it is healthy by dcgmi diag -r {level}"
+            return Diagnose(level, min(state.rules.examine_within, left), reason)
         case Stage.ORDERING:
-            because = state.because + (f" (approved by {state.approved_by})" if state.approved_by else "")
+            reason = state.reason + (f" (approved by {state.approved_by})" if state.approved_by else "")
             if state.strategy is Strategy.RESET_GPU:
-                return ResetGpus(state.boot_id, state.gpus, min(RESET_WITHIN, left), because)
+                return ResetGpus(state.boot_id, state.gpus, min(RESET_WITHIN, left), reason)
             if state.power:
-                return PowerCycle(min(POWER_WITHIN, left), because)
-            return Reboot(state.boot_id, because)
+                return PowerCycle(min(POWER_WITHIN, left), reason)
+            return Reboot(state.boot_id, reason)
         case _:
             assert_never(state.stage)
 
@@ -171,10 +171,10 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
             return replace(state, wait=timedelta(0))
         case CancelAsked():
             # It may have come while an order was on its way: `next_step` obeys it, once all that is known was learned.
-            because = text(fact.because) or "no reason given"
+            reason = text(fact.reason) or "no reason given"
             if state.attempts and state.stage in (Stage.LOOKING, Stage.ASKING, Stage.ORDERING):
                 state = replace(state, stage=Stage.PROVING, ask_until=None)
-            return noted(replace(state, cancelled=because), now, fact.kind, because)
+            return noted(replace(state, cancelled=reason), now, fact.kind, reason)
         case DeadlinePassed() if state.stage is Stage.ASKING or now >= state.deadline:
             return _out_of_time(state, now)
         case Answered() if state.stage is Stage.ASKING:
@@ -184,13 +184,13 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
         case Probed() if state.stage in (Stage.LOOKING, Stage.PROVING, Stage.EXAMINING):
             return _probed(state, fact, catalog, now)
         case NoAnswer() if state.stage is Stage.DIAGNOSING:
-            return not_diagnosed(state, text(fact.because), now)
+            return not_diagnosed(state, text(fact.reason), now)
         case NoAnswer() if state.stage is not Stage.ASKING:
-            return _silent(state, text(fact.because) or "no reason given", now)
+            return _silent(state, text(fact.reason) or "no reason given", now)
         case Diagnosed() if state.stage is Stage.DIAGNOSING:
             return diagnosed(state, fact.answer, catalog, now)
         case OrderRefused() if state.stage is Stage.DIAGNOSING:
-            return diagnosed(state, {"refused": fact.why, "because": fact.because}, catalog, now)
+            return diagnosed(state, {"refused": fact.why, "reason": fact.reason}, catalog, now)
         case OrderDone() if ordered and fact.answer.get("outcome") != "done":
             return _silent(state, f"what {state.node} answered to the order cannot be read", now, unseen=False)
         case OrderDone() if ordered:
@@ -209,10 +209,10 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
 def _probed(state: RepairState, fact: Probed, catalog: Catalog, now: datetime) -> RepairState:
     health = read_health(fact.facts, None, expected_gpus=state.rules.expected_gpus, level=state.rules.level, catalog=catalog)
     if not health.boot_id:
-        return _silent(state, f"its answer cannot be read: {health.because}", now, unseen=False)
+        return _silent(state, f"its answer cannot be read: {health.reason}", now, unseen=False)
     if state.power and state.stage is Stage.PROVING and not state.boot_id and not has_booted(state, health, now):
         state = replace(state, boot_id=health.boot_id)  # the boot that was to end and goes on
-    state = replace(noted(with_health(state, health), now, fact.kind, health.because), silent="", unseen_since=None)
+    state = replace(noted(with_health(state, health), now, fact.kind, health.reason), silent="", unseen_since=None)
     if health.held and health.held == text(state.id, LONGEST_ID):
         # What was ordered earlier for this repair is still at work there, and its answer was lost.
         return again(state, LOOK_AGAIN, now, f"what was ordered for this repair is still at work on {state.node}")
@@ -239,7 +239,7 @@ def _may_be_ordered(state: RepairState, health: Health | None, now: datetime) ->
     if reason := against(state, health, now):
         return ended(state, now, "refused", reason)
     if state.rules.mode == "observe":
-        return ended(state, now, "refused", f"repairs: observe; it would have been allowed to {order_of(state)}: {state.because}")
+        return ended(state, now, "refused", f"repairs: observe; it would have been allowed to {order_of(state)}: {state.reason}")
     if state.rules.mode == "ask" and not state.approved_by:
         until = min(now + state.rules.answer_within, state.deadline)
         return noted(replace(state, stage=Stage.ASKING, ask_until=until), now, "Asked", question(state))
@@ -248,7 +248,7 @@ def _may_be_ordered(state: RepairState, health: Health | None, now: datetime) ->
 
 def _answered(state: RepairState, fact: Answered, now: datetime) -> RepairState:
     who = text(fact.by, 80) or "a person"
-    why = f": {text(fact.because)}" if text(fact.because) else ""
+    why = f": {text(fact.reason)}" if text(fact.reason) else ""
     if now >= _ends(state):
         return _out_of_time(state, now)
     if not fact.approve:
@@ -259,12 +259,12 @@ def _answered(state: RepairState, fact: Answered, now: datetime) -> RepairState:
 
 
 def _permitted(state: RepairState, fact: Permitted, now: datetime) -> RepairState:
-    because = text(fact.because) or "no reason given"
+    reason = text(fact.reason) or "no reason given"
     if not fact.allowed:
-        return ended(state, now, "refused", f"fleet {state.fleet} does not let it {order_of(state)}: {because}")
+        return ended(state, now, "refused", f"fleet {state.fleet} does not let it {order_of(state)}: {reason}")
     # The answer took its time, and somebody may have begun to use the node.
     stage = Stage.PROVING if state.attempts else Stage.LOOKING
-    return noted(replace(state, stage=stage), now, fact.kind, f"fleet {state.fleet} lets it {order_of(state)}: {because}")
+    return noted(replace(state, stage=stage), now, fact.kind, f"fleet {state.fleet} lets it {order_of(state)}: {reason}")
 
 
 # --- from the order to its proof
@@ -278,14 +278,14 @@ def _sent(state: RepairState, now: datetime) -> RepairState:
     return with_time_to_prove(state, now) if state.power else state
 
 
-def _silent(state: RepairState, because: str, now: datetime, *, unseen: bool = True) -> RepairState:
+def _silent(state: RepairState, reason: str, now: datetime, *, unseen: bool = True) -> RepairState:
     """No answer that can be used. `unseen`: none at all, as far as can be told."""
     ordered = state.stage is Stage.ORDERING
     since = state.unseen_since if ordered else (state.unseen_since or now) if unseen else None
-    state = replace(_sent(state, now), silent=because, unseen_since=since)
-    said = f"{state.node} does not answer: {because}"
+    state = replace(_sent(state, now), silent=reason, unseen_since=since)
+    said = f"{state.node} does not answer: {reason}"
     if state.power and ordered:
-        return again(state, LOOK_AGAIN, now, f"whether the power of {state.node} was cycled is to be seen: {because}")
+        return again(state, LOOK_AGAIN, now, f"whether the power of {state.node} was cycled is to be seen: {reason}")
     if is_overdue(state, now):
         return _by_power(state, now, f"its reboot was not proven: {said}")
     if state.stage is Stage.LOOKING and is_silent(state, now):
@@ -296,8 +296,8 @@ def _silent(state: RepairState, because: str, now: datetime, *, unseen: bool = T
     return again(state, LOOK_AGAIN, now, said)
 
 
-def _by_power(state: RepairState, now: datetime, because: str) -> RepairState:
-    return noted(instead(state, now), now, "ByPower", f"{because}; its power is cycled instead")
+def _by_power(state: RepairState, now: datetime, reason: str) -> RepairState:
+    return noted(instead(state, now), now, "ByPower", f"{reason}; its power is cycled instead")
 
 
 def _done(state: RepairState, answer: Mapping[str, Any], now: datetime) -> RepairState:
@@ -323,10 +323,10 @@ def _refused(state: RepairState, fact: OrderRefused, now: datetime) -> RepairSta
     if fact.why == "boot_changed":
         # The next probe says which boot it is: what counts is not what a refusal claims.
         return noted(state, now, fact.kind, f"{state.node} says that it has rebooted since that was decided")
-    because = f"{state.node} refused to {verb_of(state)} ({text(fact.why, 40)}): {text(fact.because) or 'no reason given'}"
+    reason = f"{state.node} refused to {verb_of(state)} ({text(fact.why, 40)}): {text(fact.reason) or 'no reason given'}"
     if fact.why == "cannot_reboot" and may_follow(state):
-        return _by_power(replace(state, attempts=state.attempts - 1), now, because)
-    return ended(state, now, "refused", because)
+        return _by_power(replace(state, attempts=state.attempts - 1), now, reason)
+    return ended(state, now, "refused", reason)
 
 
 def _proven(state: RepairState, health: Health, now: datetime) -> RepairState:
@@ -361,7 +361,7 @@ def _proven(state: RepairState, health: Health, now: datetime) -> RepairState:
 
 def _out_of_time(state: RepairState, now: datetime) -> RepairState:
     end = overdue(state)
-    return ended(state, now, end.outcome, end.because)
+    return ended(state, now, end.outcome, end.reason)
 
 
 def _ends(state: RepairState) -> datetime:

@@ -14,18 +14,18 @@ KEPT_RECORDS = 60
 KEPT_FINDINGS = 16
 
 
-def ended(state: RepairState, now: datetime, outcome: Outcome, because: str, verdict: Verdict = Verdict.UNKNOWN) -> RepairState:
-    state = replace(state, outcome=outcome, verdict=verdict, conclusion=text(because, 600), wait=timedelta(0))
-    return noted(state, now, "Ended", f"{outcome}: {because}")
+def ended(state: RepairState, now: datetime, outcome: Outcome, reason: str, verdict: Verdict = Verdict.UNKNOWN) -> RepairState:
+    state = replace(state, outcome=outcome, verdict=verdict, conclusion=text(reason, 600), wait=timedelta(0))
+    return noted(state, now, "Ended", f"{outcome}: {reason}")
 
 
-def again(state: RepairState, wait: timedelta, now: datetime, because: str) -> RepairState:
-    return noted(replace(state, wait=wait, waiting=text(because)), now, "Waiting", because)
+def again(state: RepairState, wait: timedelta, now: datetime, reason: str) -> RepairState:
+    return noted(replace(state, wait=wait, waiting=text(reason)), now, "Waiting", reason)
 
 
-def noted(state: RepairState, now: datetime, what: str, because: str) -> RepairState:
-    record = StepRecord(now, what, text(because))
-    if any((one.what, one.because) == (record.what, record.because) for one in state.log[-2:]):
+def noted(state: RepairState, now: datetime, what: str, reason: str) -> RepairState:
+    record = StepRecord(now, what, text(reason))
+    if any((one.what, one.reason) == (record.what, record.reason) for one in state.log[-2:]):
         return state  # a node that is awaited says the same every few seconds
     log = (*state.log, record)
     return replace(state, log=log if len(log) <= KEPT_RECORDS else (log[0], *log[-KEPT_RECORDS + 1 :]))

@@ -56,7 +56,7 @@ class RepairRules:
 class StepRecord:
     at: datetime
     what: str
-    because: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class RepairState:
     """RESET_GPU or REBOOT_NODE, by the node itself or by its power."""
     gpus: tuple[str, ...]
     """To reset; by bus id as soon as the node was probed. Empty: all of them."""
-    because: str
+    reason: str
     by: str
     """The job or the person that wants it."""
     rules: RepairRules
@@ -120,7 +120,7 @@ class Probe:
     within: timedelta
     kernel_since: timedelta | None
     """How far back the kernel log counts, so that what led to the repair is not held against it; None: all of this boot."""
-    because: str
+    reason: str
     kind: Literal["Probe"] = "Probe"
 
 
@@ -128,7 +128,7 @@ class Probe:
 class Diagnose:
     level: int
     within: timedelta
-    because: str
+    reason: str
     kind: Literal["Diagnose"] = "Diagnose"
 
 
@@ -138,14 +138,14 @@ class ResetGpus:
     gpus: tuple[str, ...]
     """Bus ids; empty: all."""
     within: timedelta
-    because: str
+    reason: str
     kind: Literal["ResetGpus"] = "ResetGpus"
 
 
 @dataclass(frozen=True, slots=True)
 class Reboot:
     boot_id: str
-    because: str
+    reason: str
     kind: Literal["Reboot"] = "Reboot"
 
 
@@ -154,14 +154,14 @@ class PowerCycle:
     """By the worker, with the command of the fleet file: the node is not asked, and cannot refuse."""
 
     within: timedelta
-    because: str
+    reason: str
     kind: Literal["PowerCycle"] = "PowerCycle"
 
 
 @dataclass(frozen=True, slots=True)
 class LookAgain:
     after: timedelta
-    because: str
+    reason: str
     kind: Literal["LookAgain"] = "LookAgain"
 
 
@@ -169,7 +169,7 @@ class LookAgain:
 class AskPerson:
     question: str
     until: datetime
-    because: str
+    reason: str
     kind: Literal["AskPerson"] = "AskPerson"
 
 
@@ -178,7 +178,7 @@ class Finish:
     outcome: Outcome
     verdict: Verdict
     """Of the node after the repair; UNKNOWN where it was not examined then."""
-    because: str
+    reason: str
     kind: Literal["Finish"] = "Finish"
 
 
@@ -198,7 +198,7 @@ class Probed:
 class NoAnswer:
     """To whatever was asked or ordered last."""
 
-    because: str
+    reason: str
     kind: Literal["NoAnswer"] = "NoAnswer"
 
 
@@ -218,7 +218,7 @@ class OrderDone:
 class OrderRefused:
     why: str
     """`boot_changed`, `busy`, `held`, `other_fleet`, `cannot_reboot`."""
-    because: str
+    reason: str
     boot_id: str | None = None
     kind: Literal["OrderRefused"] = "OrderRefused"
 
@@ -232,7 +232,7 @@ class Slept:
 class Answered:
     approve: bool
     by: str
-    because: str
+    reason: str
     kind: Literal["Answered"] = "Answered"
 
 
@@ -241,7 +241,7 @@ class Permitted:
     """What the fleet said to the order that is due. A leave that came at once needs no such fact: the order is given."""
 
     allowed: bool
-    because: str
+    reason: str
     kind: Literal["Permitted"] = "Permitted"
 
 
@@ -254,7 +254,7 @@ class DeadlinePassed:
 
 @dataclass(frozen=True, slots=True)
 class CancelAsked:
-    because: str
+    reason: str
     kind: Literal["CancelAsked"] = "CancelAsked"
 
 

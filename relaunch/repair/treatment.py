@@ -27,7 +27,7 @@ class Course:
     """What the treatment of one node has come to so far."""
 
     node: str
-    because: str
+    reason: str
     """Why it is to be examined."""
     health: Health | None = None
     """As it was examined last."""
@@ -52,7 +52,7 @@ class Course:
 @dataclass(frozen=True, slots=True)
 class Examine:
     after: timedelta
-    because: str
+    reason: str
     kind: Literal["Examine"] = "Examine"
 
 
@@ -61,7 +61,7 @@ class Treat:
     strategy: Strategy
     gpus: tuple[str, ...]
     """To reset, by bus id; empty: all of them."""
-    because: str
+    reason: str
     power: bool = False
     """By its power, for it does not answer."""
     kind: Literal["Treat"] = "Treat"
@@ -74,7 +74,7 @@ def examined(course: Course, health: Health, now: datetime) -> Course:
     unknown = course.unknown + 1 if health.verdict is Verdict.UNKNOWN else 0
     after_reboot = course.after_reboot and not health.boot_id
     return _noted(
-        replace(course, health=health, unknown=unknown, after_reboot=after_reboot), now, "Examined", f"{health.verdict}: {health.because}"
+        replace(course, health=health, unknown=unknown, after_reboot=after_reboot), now, "Examined", f"{health.verdict}: {health.reason}"
     )
 
 
@@ -86,14 +86,14 @@ def treated(course: Course, state: RepairState, end: Finish, now: datetime) -> C
         tried=(*course.tried, state.strategy),
         ended=end,
         acted=acted,
-        health=replace(state.health, verdict=end.verdict, because=end.because) if acted and state.health is not None else course.health,
+        health=replace(state.health, verdict=end.verdict, reason=end.reason) if acted and state.health is not None else course.health,
         unknown=int(acted and end.verdict is Verdict.UNKNOWN),
         # An order of which nobody knows whether it was carried out has healed nothing.
         kernel_from=state.ordered_at if state.proven_at is not None else course.kernel_from,
         cancelled=state.cancelled or course.cancelled,
         power=course.power and not state.power,
     )
-    return _noted(course, now, str(state.strategy), f"{end.outcome}: {end.because}")
+    return _noted(course, now, str(state.strategy), f"{end.outcome}: {end.reason}")
 
 
 def next_treatment(course: Course, left: timedelta) -> Treatment:
@@ -101,11 +101,11 @@ def next_treatment(course: Course, left: timedelta) -> Treatment:
     end = course.ended
     if end is not None and not course.acted:
         # It was not allowed, or the node was in use: nothing else is tried behind the back of whoever was in the way.
-        return _finish(course, end.outcome, end.because)
+        return _finish(course, end.outcome, end.reason)
     if course.health is None:
         if course.cancelled:
             return _finish(course, "refused", f"cancelled: {course.cancelled}")
-        return Examine(timedelta(0), course.because) if left > timedelta(0) else _finish(course, "refused", _late(course))
+        return Examine(timedelta(0), course.reason) if left > timedelta(0) else _finish(course, "refused", _late(course))
     match course.health.verdict:
         case Verdict.HEALTHY:
             return _healthy(course, course.health)
@@ -119,14 +119,14 @@ def next_treatment(course: Course, left: timedelta) -> Treatment:
 
 def _healthy(course: Course, health: Health) -> Finish:
     if course.ended is None:
-        return _finish(course, "done", f"{course.node} was examined and is healthy; nothing was repaired: {health.because}")
+        return _finish(course, "done", f"{course.node} was examined and is healthy; nothing was repaired: {health.reason}")
     if course.ended.outcome == "done":
         return course.ended
-    return _finish(course, "done", f"{course.ended.because}; examined again, it is healthy: {health.because}")
+    return _finish(course, "done", f"{course.ended.reason}; examined again, it is healthy: {health.reason}")
 
 
 def _unhealthy(course: Course, health: Health, left: timedelta) -> Treatment:
-    said = health.because if course.ended is not None else f"{course.node} was examined and is unhealthy: {health.because}"
+    said = health.reason if course.ended is not None else f"{course.node} was examined and is unhealthy: {health.reason}"
     if Strategy.REBOOT_NODE in course.tried:
         return _finish(course, "refused", said)
     if course.cancelled:
@@ -143,7 +143,7 @@ def _unhealthy(course: Course, health: Health, left: timedelta) -> Treatment:
 
 def _unknown(course: Course, health: Health, left: timedelta) -> Treatment:
     outcome: Outcome = "refused" if course.ended is None else course.ended.outcome
-    said = health.because
+    said = health.reason
     if course.ended is None or course.unknown > 1:
         times = f"{course.unknown} examination{'s' * (course.unknown > 1)}"
         said = f"whether {course.node} is healthy is not known after {times}: {said}"
@@ -157,9 +157,9 @@ def _unknown(course: Course, health: Health, left: timedelta) -> Treatment:
     return Examine(AGAIN[course.unknown - 1], said)
 
 
-def _finish(course: Course, outcome: Outcome, because: str) -> Finish:
+def _finish(course: Course, outcome: Outcome, reason: str) -> Finish:
     verdict = course.health.verdict if course.health is not None else Verdict.UNKNOWN
-    return Finish(outcome, verdict, text(because, 600))
+    return Finish(outcome, verdict, text(reason, 600))
 
 
 def _late(course: Course) -> str:
@@ -170,5 +170,5 @@ def _is_sick(finding: Finding) -> bool:
     return finding.role is Role.ROOT and finding.cause in SICK
 
 
-def _noted(course: Course, now: datetime, what: str, because: str) -> Course:
-    return replace(course, log=(*course.log, StepRecord(now, what, text(because))))
+def _noted(course: Course, now: datetime, what: str, reason: str) -> Course:
+    return replace(course, log=(*course.log, StepRecord(now, what, text(reason))))

@@ -95,7 +95,7 @@ class FleetLimits(Strict):
     """One more opens the breaker."""
     replacement_wait: Duration = timedelta(minutes=10)
     """How long two jobs that each hold nodes and wait for more may stand in each other's way, before one gives way."""
-    leave_within: Duration = timedelta(hours=2)
+    drain_within: Duration = timedelta(hours=2)
     """How long a job may stay on a node that has to be examined because of another one that was there: longer than most take from one
     checkpoint to the next, and than most evaluations."""
 

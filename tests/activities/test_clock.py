@@ -29,7 +29,7 @@ async def test_a_clock_that_is_ahead_is_named_beside_the_verdict_and_makes_no_no
     nodes = NodeActivities(SimulatedFleets(spec, Ahead(spec)))
     (found,) = await environment().run(nodes.check_nodes, ExamineNodesInput("default", ("n1",), "grace", 0, timedelta(seconds=30)))
     assert found.health.verdict is Verdict.HEALTHY
-    assert "nothing broken; its clock is 73 s ahead (±0." in found.health.because
+    assert "nothing broken; its clock is 73 s ahead (±0." in found.health.reason
 
 
 async def test_a_repair_is_told_when_its_look_was_sent_and_answered() -> None:

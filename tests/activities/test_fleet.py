@@ -25,7 +25,7 @@ from relaunch.messages.fleets import FleetFile, FleetInput
 from relaunch.pool.facts import Applied
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.state import ClaimRecord, FleetState, Living, NodeLook, NodeRecord, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
 from relaunch.spec.fleet import FleetLimits
 from tests.activities.harness import PATIENCE, TOKEN, Stand, environment, eventually, stand
 from tests.fakes.nodes import Lingers, ManualClock, Script, Sick, SimulatedBackend, Stranger, Takes
@@ -128,10 +128,10 @@ def of(fleet: Stand, *runs: Run) -> tuple[FleetActivities, FakeClient]:
     return FleetActivities(fleet.fleets, cast(Client, client), "queue-7"), client
 
 
-async def look(fleet: Stand, *nodes: str, namespace: str = "default") -> dict[str, NodeLook]:
+async def look(fleet: Stand, *nodes: str, namespace: str = "default") -> dict[str, NodeProbe]:
     asked, client = of(fleet)
     client.namespace = namespace
-    looks = await environment().run(asked.look_at_nodes, LookInput("default", nodes))
+    looks = await environment().run(asked.probe_nodes, LookInput("default", nodes))
     assert tuple(one.node for one in looks) == nodes
     return {one.node: one for one in looks}
 
@@ -167,7 +167,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_look_tells_whose_ranks_live_where_and_which_boot_it_is() -> None:
     fleet = await launched(nodes=2, generation=2)
     looks = await look(fleet, "n2", "n1")
-    assert looks["n1"].living == (Living("llama", 1000, 2),), "ranks of generation 1 are gone"
+    assert looks["n1"].living == (LiveGeneration("llama", 1000, 2),), "ranks of generation 1 are gone"
     assert looks["n1"].boot_id and looks["n1"].boot_id != looks["n2"].boot_id
     assert (looks["n1"].silent, looks["n1"].held) == ("", "")
 
@@ -213,8 +213,8 @@ def with_gpus(fleet: Stand, *happenings: Any) -> None:
     fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, Script(happenings))
 
 
-async def read_gpus(asked: FleetActivities, *nodes: str, read: tuple[str, ...] | None = None) -> dict[str, NodeLook]:
-    looks = await environment().run(asked.look_at_nodes, LookInput("default", nodes, nodes if read is None else read))
+async def read_gpus(asked: FleetActivities, *nodes: str, read: tuple[str, ...] | None = None) -> dict[str, NodeProbe]:
+    looks = await environment().run(asked.probe_nodes, LookInput("default", nodes, nodes if read is None else read))
     return {one.node: one for one in looks}
 
 
@@ -357,7 +357,7 @@ async def test_what_another_fleet_has_launched_is_in_the_way_and_not_this_fleets
     await launched_by_another(fleet, "n1", 2)
     looks = await look(fleet, "n1", "n2")
     assert (looks["n1"].living, looks["n1"].held) == ((), "ranks of job llama of fleet other live on it")
-    assert (looks["n2"].living, looks["n2"].held) == ((Living("llama", 1000, 1),), "")
+    assert (looks["n2"].living, looks["n2"].held) == ((LiveGeneration("llama", 1000, 1),), "")
 
 
 async def test_of_a_job_that_two_fleets_have_launched_each_stops_its_own() -> None:
@@ -425,7 +425,7 @@ async def test_later_submissions_of_the_same_name_are_left_alone() -> None:
     await fleet.launch(token=replace(TOKEN, submission=2000))
     assert await reclaim(fleet, Run("job/llama", 2000), submission=1000) == ("n1", "n2")
     assert stopped(fleet) == []
-    assert (await look(fleet, "n1"))["n1"].living == (Living("llama", 2000, 1),)
+    assert (await look(fleet, "n1"))["n1"].living == (LiveGeneration("llama", 2000, 1),)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -454,7 +454,7 @@ async def test_a_node_whose_ranks_cannot_be_ended_is_asked_again_and_does_not_co
     await eventually(lambda: ("n1", 1) in stopped(fleet), "stopped")
     stopping.cancel()
     await asyncio.wait([stopping])
-    assert (await look(fleet, "n2"))["n2"].living == (Living("llama", 1000, 1),)
+    assert (await look(fleet, "n2"))["n2"].living == (LiveGeneration("llama", 1000, 1),)
 
 
 # --- remembering
@@ -466,7 +466,7 @@ OWN = Run("fleet/default", 9000, run_id="test-run")
 
 def knew(node: str, *, remembered: bool = True) -> FleetState:
     spec = next(one for one in fleet_of(3).nodes if one.name == node)
-    record = NodeRecord(spec, Standing.QUARANTINED, "a fan", "grace", NOW)
+    record = NodeRecord(spec, NodeStatus.QUARANTINED, "a fan", "grace", NOW)
     return FleetState("default", nodes=(record,), applied=True, remembered=remembered)
 
 

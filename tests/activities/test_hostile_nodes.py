@@ -98,7 +98,7 @@ def _no_wait_for_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"observation": {**EXITED, "signal": 9.5}}, "signal is 9.5"),
         ({"observation": {**EXITED, "rank": 77}}, "it speaks of rank 77, expected 2 to 3"),
         ({"observation": {**EXITED, "rank": 2**63}}, "rank is 9223372036854775808"),
-        ({"observation": {"seq": 1, "kind": "StoppedByUser", "because": "evil", "by": "boss"}}, "what people did"),
+        ({"observation": {"seq": 1, "kind": "StoppedByUser", "reason": "evil", "by": "boss"}}, "what people did"),
         ({"hello": {**HELLO["hello"], "token": {**NAMED, "job": "another"}}}, "expected generation default/llama/1000/1"),
     ],
 )
@@ -107,7 +107,7 @@ async def test_a_node_that_says_what_makes_no_sense_is_lost_and_the_watch_goes_o
     await fleet.launch()
     report = await fleet.watch(first_rank=0, world_size=4)
     assert [type(event) for event in report.events] == [NodeUnreachable]
-    assert report.events[0].node == "n2" and named in report.events[0].because
+    assert report.events[0].node == "n2" and named in report.events[0].reason
     assert backend.liar.watches > 1  # it was tried again
 
 
@@ -168,7 +168,7 @@ async def test_a_higher_token_than_the_job_ever_had_is_the_lie_of_one_node(highe
     backend.refusal = Refused("n2", "not_above", "seen higher", highest)
     launched: LaunchRanksOutput = await fleet.launch(attempt=3)
     assert (launched.unreachable, launched.refusals) == (("n2",), ())
-    assert "node n2" in launched.because and named in launched.because
+    assert "node n2" in launched.reason and named in launched.reason
 
 
 @pytest.mark.parametrize("highest", [(1000, 1), (1000, 2), (1000, 1 + MAX_GENERATIONS_AHEAD), None])
@@ -208,7 +208,7 @@ async def test_a_node_that_lists_nonsense_is_looked_at_as_silent_with_a_sentence
         namespace = "default"
 
     activities = FleetActivities(cast(Any, fleet.fleets), cast(Client, Server()), "queue")
-    looks = await environment().run(activities.look_at_nodes, LookInput("default", ("n1", "n2")))
+    looks = await environment().run(activities.probe_nodes, LookInput("default", ("n1", "n2")))
     assert [one.node for one in looks] == ["n1", "n2"] and looks[0].silent == ""
     assert "its answer to list makes no sense" in looks[1].silent and named in looks[1].silent
 

@@ -44,9 +44,9 @@ def test_an_exit_is_read_with_what_the_kernel_said(sent: dict[str, Any], kernel:
 
 @pytest.mark.parametrize("kind", ["KeeperDied", "RanksVanished"])
 def test_an_end_that_nobody_saw_is_read_with_it_too(kind: str) -> None:
-    seen = observation_from("n1", {"kind": kind, "because": "gone", "kernel": [XID], "kernel_unreadable": None}, AT)
+    seen = observation_from("n1", {"kind": kind, "reason": "gone", "kernel": [XID], "kernel_unreadable": None}, AT)
     assert seen == RanksVanished("n1", AT, "gone", kernel=(XID,))
-    assert observation_from("n1", {"kind": kind, "because": "gone"}, AT) == RanksVanished("n1", AT, "gone", kernel_unreadable=OLD_AGENT)
+    assert observation_from("n1", {"kind": kind, "reason": "gone"}, AT) == RanksVanished("n1", AT, "gone", kernel_unreadable=OLD_AGENT)
 
 
 def test_more_than_an_agent_may_send_is_cut_to_the_newest() -> None:
@@ -138,7 +138,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_although_its_launcher_saw_it
     seen = read(log_tail=lines, launched=told)
     assert [one.rank for one in seen] == [0, 3]
     found = diagnose(running(launcher="torchrun"), FaultObserved(1, tuple(seen), 0, AT))
-    assert "rank 3 on n1 was killed by SIGKILL" in found.because
+    assert "rank 3 on n1 was killed by SIGKILL" in found.reason
     assert found.ranks == (3,)
 
 

@@ -48,7 +48,7 @@ async def test_the_last_attempt_says_who_did_not_answer_and_whether_ranks_may_ru
     fleet = stand(Script(faults=(Fault(kind="lose_order", command=command, node="n2", nth=None),)))  # type: ignore[arg-type]
     answer = await fleet.launch(attempt=LAUNCH_ATTEMPTS)
     assert (answer.unreachable, answer.start_sent) == (("n2",), sent)
-    assert "n2" in answer.because
+    assert "n2" in answer.reason
 
 
 async def test_a_launch_that_gives_up_at_prepare_says_that_an_attempt_before_it_may_have_started_ranks() -> None:
@@ -61,15 +61,15 @@ async def test_a_launch_that_gives_up_at_prepare_says_that_an_attempt_before_it_
 
 @pytest.mark.parametrize(("command", "sent"), [("prepare", False), ("start", True)])
 async def test_a_refusal_says_whether_ranks_of_others_may_run(command: str, sent: bool) -> None:
-    fleet = stand(Script((Refuse(command=command, node="n1", why="held", because="it is examined"),)))  # type: ignore[arg-type]
+    fleet = stand(Script((Refuse(command=command, node="n1", why="held", reason="it is examined"),)))  # type: ignore[arg-type]
     answer = await fleet.launch()
     assert ([refusal.node for refusal in answer.refusals], answer.start_sent) == (["n1"], sent)
 
 
 async def test_a_refusal_is_told_at_once_and_nothing_is_started() -> None:
-    fleet = stand(Script((Refuse(command="prepare", node="n1", why="stuck", because="rank 0 is in D state"),)))
+    fleet = stand(Script((Refuse(command="prepare", node="n1", why="stuck", reason="rank 0 is in D state"),)))
     answer = await fleet.launch()
-    assert [(r.node, r.why, r.because) for r in answer.refusals] == [("n1", "stuck", "rank 0 is in D state")]
+    assert [(r.node, r.why, r.reason) for r in answer.refusals] == [("n1", "stuck", "rank 0 is in D state")]
     assert fleet.backend.lives == []
 
 

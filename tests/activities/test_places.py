@@ -60,7 +60,7 @@ async def test_a_launch_that_would_begin_elsewhere_starts_nothing() -> None:
         await fleet.launch(token=NEXT, places=places)
     answer = await fleet.launch(attempt=LAUNCH_ATTEMPTS, token=NEXT, places=places)
     assert (answer.unreachable, answer.elsewhere, answer.start_sent) == (("n2",), ("n2",), False)
-    assert answer.because.startswith(ELSEWHERE)
+    assert answer.reason.startswith(ELSEWHERE)
     assert not any(life.token == NEXT for life in fleet.backend.lives)
 
 
@@ -114,7 +114,7 @@ async def test_a_watch_reports_a_node_that_answers_from_elsewhere_once(is_known:
     report = await fleet.watch(places=places, lost=("n2",) if is_known else ())
     (event,) = [one for one in report.events if isinstance(one, NodeUnreachable)]
     assert (event.node, event.is_elsewhere) == ("n2", True)
-    assert event.because.startswith(ELSEWHERE)
+    assert event.reason.startswith(ELSEWHERE)
     watching = asyncio.create_task(fleet.watch(places=places, lost=("n2",), elsewhere=("n2",)))
     _, pending = await asyncio.wait({watching}, timeout=1.5)
     assert pending, "and a node that is known to be elsewhere is no news"

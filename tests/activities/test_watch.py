@@ -263,7 +263,7 @@ async def test_a_flat_step_is_a_hang_and_names_the_slowest_ranks() -> None:
     report = await fleet.watch(hang=HangLimits.model_validate({"after": "1s"}))
     hang = report.events[-1]
     assert isinstance(hang, RanksHung)
-    assert "has not changed" in hang.because
+    assert "has not changed" in hang.reason
 
 
 async def test_progress_that_is_never_reported_or_cannot_be_read_is_no_hang() -> None:
@@ -280,7 +280,7 @@ async def test_S3_5_a_rank_that_stands_still_after_another_has_finished_is_a_han
     await fleet.launch()
     hang = (await fleet.watch()).events[-1]
     assert isinstance(hang, RanksHung)
-    assert hang.because == "a rank finished 0.7 s ago and others neither finish nor advance"
+    assert hang.reason == "a rank finished 0.7 s ago and others neither finish nor advance"
 
 
 async def test_S3_5_ranks_that_advance_beyond_the_exit_barrier_and_exit_with_0_have_succeeded() -> None:

@@ -242,7 +242,7 @@ class Node:
 
     def rebooting(self, **more: Any) -> Json:
         """An order to reboot, decided on the present boot."""
-        return {"id": "r1", "boot_id": boot_id(self.state), "because": "Xid 79 on GPU 0000:05:00", **more}
+        return {"id": "r1", "boot_id": boot_id(self.state), "reason": "Xid 79 on GPU 0000:05:00", **more}
 
     def to_keeper(self) -> socket.socket:
         """A connection to the keeper of generation 1, as a command has it."""

@@ -236,7 +236,7 @@ def test_a_node_whose_gang_is_gone_and_that_nobody_watches_fences_while_leased(m
     assert not fenced(first), "whoever watches decides"
     watches[0].close()
     eventually(lambda: fenced(first).get("why") == "isolated")
-    assert "n2" in fenced(first)["because"]
+    assert "n2" in fenced(first)["reason"]
 
 
 def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..., Node]) -> None:

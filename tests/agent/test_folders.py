@@ -87,8 +87,8 @@ def test_a_node_on_which_every_name_is_taken_says_what_to_do(roots: tuple[Path, 
         open_state()
     answer = refused.value.answer
     assert answer["why"] == "cannot_start"
-    assert f"belongs to uid {OTHER_UID}" in answer["because"]
-    assert "RELAUNCH_AGENT_STATE" in answer["because"]
+    assert f"belongs to uid {OTHER_UID}" in answer["reason"]
+    assert "RELAUNCH_AGENT_STATE" in answer["reason"]
 
 
 def test_a_parent_in_which_every_user_can_rename_is_refused(roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_a_parent_in_which_every_user_can_rename_is_refused(roots: tuple[Path, P
     monkeypatch.setenv("RELAUNCH_AGENT_STATE", str(open_to_all / "state"))
     with pytest.raises(Refused) as refused:
         open_state()
-    assert "world-writable" in refused.value.answer["because"]
+    assert "world-writable" in refused.value.answer["reason"]
     assert not (open_to_all / "state").exists()
     open_to_all.chmod(0o1777)
     assert open_state() == open_to_all / "state"

@@ -100,8 +100,8 @@ def test_orders_that_need_room_say_so_and_change_nothing(full_node: Node, small_
     answer = full_node.prepare(2)
     assert refusal(answer) == "disk_full"
     assert answer is not None
-    assert str(full_node.state) in answer["because"]
-    assert "0 bytes" in answer["because"]
+    assert str(full_node.state) in answer["reason"]
+    assert "0 bytes" in answer["reason"]
     assert all(map(alive, pids.values()))
     assert full_node.watch().until("heartbeat")["alive"] == [0, 1]
     small_disk.empty()
@@ -234,7 +234,7 @@ def test_the_exits_of_all_ranks_have_room_before_the_ranks_run(small_disk: Small
     for rank in range(64):
         journal.append(("RankExited", {"rank": 100000 + rank, **fields}))
         journal.sync()
-    journal.append(("Stopped", {"because": "an order to stop came" * 10}))
+    journal.append(("Stopped", {"reason": "an order to stop came" * 10}))
     journal.sync()
     assert journal.synced == 65
     size = path.stat().st_size

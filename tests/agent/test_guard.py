@@ -177,7 +177,7 @@ def fail(node: Node, pids: dict[str, int]) -> None:
 
 
 def order_to_stop(node: Node, pids: dict[str, int]) -> None:
-    line_to_keeper(node, {"stop": {"stop_grace": 0.5, "because": "a test"}})
+    line_to_keeper(node, {"stop": {"stop_grace": 0.5, "reason": "a test"}})
 
 
 @pytest.mark.parametrize("begin", [fence, fail, order_to_stop])

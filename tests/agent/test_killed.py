@@ -91,8 +91,8 @@ def test_a_killed_keeper_takes_its_ranks_and_their_children_along(node: Node) ->
     own = {pid for pid in others - keepers if b"RELAUNCH_TOKEN" in _environment(pid)}
     eventually(lambda: not any(map(alive, own)))
     assert time.monotonic() - began < 10
-    because = watch.observation("KeeperDied")["because"]
-    assert "[0, 1]" in because
+    reason = watch.observation("KeeperDied")["reason"]
+    assert "[0, 1]" in reason
     assert "end" in watch.rest()[-1]
     again = node.watch()
     assert again.until("hello")["state"] == "gone"
@@ -166,7 +166,7 @@ def test_a_reboot_is_told_from_the_boot_id(node: Node) -> None:
     assert lines[0]["hello"]["boot_id"].endswith("second")
     seen = lines[1]["observation"]
     assert (seen["kind"], seen["rebooted"]) == ("RanksVanished", True)
-    assert "rebooted" in seen["because"]
+    assert "rebooted" in seen["reason"]
     assert done(node.stop(2))["stopped"] == []
     answer = node.prepare(3)
     assert answer is not None

@@ -194,7 +194,7 @@ def test_no_rank_outlives_its_launcher_or_its_keeper(launch: Launch, kind: str, 
         seen = watch.observation("RankExited")
         assert (seen["rank"], seen["signal"], seen["launcher"]) == (PROCESS, 9, True)
     else:
-        assert "exits of ranks [2] are not known" in watch.observation("KeeperDied")["because"]
+        assert "exits of ranks [2] are not known" in watch.observation("KeeperDied")["reason"]
     eventually(lambda: not token_pids(launch.node))
 
 
@@ -273,14 +273,14 @@ def test_a_launcher_that_fails_before_it_has_any_ranks_is_told_as_itself(launch:
 
 def test_an_order_that_names_a_launchers_ranks_wrongly_is_refused_by_name(launch: Launch) -> None:
     launch.node.prepare(1, [PROCESS])
-    for launched, because in (
+    for launched, reason in (
         ({"command": [], "ranks": [0], "env": {}}, "launched.command is []; expected a program and its arguments"),
         ({"command": ["true"], "ranks": [-1], "env": {}}, "launched.ranks is [-1]; expected global ranks of at least 0"),
         ({"command": ["true"], "ranks": [0], "env": {"A": 1}}, "launched.env.A is 1; expected text without NUL"),
     ):
         answer = launch.node.start(1, ["torchrun"], 1, launched=launched)
         assert answer is not None
-        assert (answer["why"], answer["because"]) == ("bad_order", because)
+        assert (answer["why"], answer["reason"]) == ("bad_order", reason)
 
 
 def test_a_command_of_ranks_that_is_not_there_is_said_where_the_ranks_print(launch: Launch) -> None:
@@ -299,7 +299,7 @@ def test_a_process_that_no_launcher_started_becomes_no_rank(launch: Launch, agen
         "RELAUNCH_NODE_STATE": str(launch.node.state.resolve()),
         "RANK": "0",
     }
-    for changes, because in (
+    for changes, reason in (
         ({}, "its launcher is gone"),
         ({"RANK": "x"}, "RANK is 'x'; expected the number that the launcher gives"),
         ({"RELAUNCH_TOKEN": "j"}, "RELAUNCH_TOKEN is 'j'; expected the one that the launcher was started with"),
@@ -307,4 +307,4 @@ def test_a_process_that_no_launcher_started_becomes_no_rank(launch: Launch, agen
     ):
         command = [sys.executable, "-I", "-S", str(agent), "rank", "--", "true"]
         ended = subprocess.run(command, env={**environment, **changes}, capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (1, f"relaunch: this rank cannot begin: {because}\n")
+        assert (ended.returncode, ended.stderr) == (1, f"relaunch: this rank cannot begin: {reason}\n")

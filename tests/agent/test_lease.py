@@ -158,7 +158,7 @@ def test_a_peer_that_is_stopping_is_not_alive(make_node: Callable[..., Node]) ->
     eventually(lambda: "up" in nodes[1].log(1))
     nodes[1].begin("stop", token=token(1), stop_grace=20.0, stuck_after=3.0)
     second.observation("Stopped")
-    assert first.observation("Fenced")["because"]
+    assert first.observation("Fenced")["reason"]
     assert second.until("heartbeat")["alive"] == [1]
 
 
@@ -239,7 +239,7 @@ def test_a_peer_that_knows_of_a_stop_ends_it_at_once(make_node: Callable[..., No
     highest.write_text(highest.read_text().replace('"stopped": null', '"stopped": [1, 1]'))
     seen = watch.observation("Fenced")
     assert seen["why"] == "superseded"
-    assert "n2" in seen["because"]
+    assert "n2" in seen["reason"]
 
 
 def test_a_peer_that_knows_a_higher_generation_ends_it_although_it_does_not_fence(
@@ -248,7 +248,7 @@ def test_a_peer_that_knows_a_higher_generation_ends_it_although_it_does_not_fenc
     _, second, watch = gang(make_node, fence_after=5.0, fences=False)
     highest = second.folder().parent / "highest.json"
     highest.write_text(highest.read_text().replace('"prepared": [1, 1]', '"prepared": [1, 2]'))
-    assert "generation 2" in watch.observation("Fenced")["because"]
+    assert "generation 2" in watch.observation("Fenced")["reason"]
 
 
 def test_a_peer_with_another_secret_is_no_peer(make_node: Callable[..., Node]) -> None:

@@ -163,7 +163,7 @@ def test_bad_orders_are_refused_with_a_sentence(node: Node, order: dict[str, Any
     answer = node.prepare(1, **order)
     assert why(answer) == f"refused {expected}"
     assert answer is not None
-    assert len(answer["because"]) > 10
+    assert len(answer["reason"]) > 10
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_start_that_comes_after_an_order_to_stop_launches_nothing(node: Node) 
     assert prepared is not None
     os.kill(node.pid("keeper"), signal.SIGSTOP)
     with node.to_keeper() as late:
-        late.sendall(json.dumps({"stop": {"stop_grace": 1.0, "because": "a test"}}).encode() + b"\n")
+        late.sendall(json.dumps({"stop": {"stop_grace": 1.0, "reason": "a test"}}).encode() + b"\n")
         order = {**start_order(token(1), prepared=prepared["stamp"]), "command": ["sleep", "1000"]}
         late.sendall(json.dumps({"start": order}).encode() + b"\n")
         os.kill(node.pid("keeper"), signal.SIGCONT)

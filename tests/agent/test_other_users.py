@@ -93,7 +93,7 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_of_a_rank_lives(ordinar
             assert refusal(answer) == "stuck"
             assert answer is not None
             assert answer["pids"] == [stray]
-            assert f"pid {stray} (root, sleep)" in answer["because"]
+            assert f"pid {stray} (root, sleep)" in answer["reason"]
         assert alive(keeper), "the keeper knows what is below it: without it a program of root's cannot be found"
         jobs = done(node.order("probe", within=5.0, kernel_since=None))["jobs"]
         assert [job["generation"] for job in jobs] == [1], "the node reads free"
@@ -110,7 +110,7 @@ def test_a_keeper_that_is_killed_beside_a_root_process_is_reported_and_its_node_
         watch = node.watch()
         watch.until("heartbeat")
         os.kill(node.pid("keeper"), signal.SIGKILL)
-        assert f"pid {stray} (root, sleep)" in watch.observation("KeeperDied")["because"]
+        assert f"pid {stray} (root, sleep)" in watch.observation("KeeperDied")["reason"]
         assert "end" in watch.rest()[-1]
         for answer in (node.prepare(2, stuck_after=0.5), node.stop(stuck_after=0.5)):
             assert refusal(answer) == "stuck"

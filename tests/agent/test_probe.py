@@ -38,7 +38,7 @@ def test_a_probe_tells_how_an_idle_node_is(node: Node) -> None:
     assert answer["load"] >= 0
     assert 0 < answer["memory"]["available"] < answer["memory"]["total"]
     disk = answer["disks"][0]
-    assert (disk["path"], disk["writable"], "because" in disk) == (str(node.state), True, False)
+    assert (disk["path"], disk["writable"], "reason" in disk) == (str(node.state), True, False)
     assert 0 < disk["free"] < disk["total"]
     assert (answer["jobs"], answer["held"], answer["reboots"]) == ([], None, [])
     assert set(os.listdir(node.state)) == before, "a probe leaves nothing behind"
@@ -84,7 +84,7 @@ def test_what_nobody_keeps_counts_by_its_token(node: Node) -> None:
 def test_a_disk_that_cannot_be_written_is_said_to_be_so() -> None:
     row = probe._disk(Path("/proc"), writes=True)
     assert row["writable"] is False
-    assert row["because"]
+    assert row["reason"]
 
 
 def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(monkeypatch: py
     began = time.monotonic()
     rows = probe._disks(tmp_path, 0.3)
     assert time.monotonic() - began < 30
-    assert (rows[0]["writable"], rows[0]["because"]) == (False, "it did not answer within 0.3 s")
+    assert (rows[0]["writable"], rows[0]["reason"]) == (False, "it did not answer within 0.3 s")
 
 
 def test_work_that_dies_in_its_child_is_no_answer() -> None:
@@ -162,16 +162,16 @@ def test_lines_without_a_time_of_before_a_reset_are_not_told_to_who_asks_for_wha
 
 
 @pytest.mark.parametrize(
-    ("order", "because"),
+    ("order", "reason"),
     [
         ({"kernel_since": None}, "within is missing; expected a number of at least 0.1"),
         ({"within": 0, "kernel_since": None}, "within is 0; expected a number of at least 0.1"),
         ({"within": 5, "kernel_since": "yesterday"}, 'kernel_since is "yesterday"; expected a number of at least 0'),
     ],
 )
-def test_an_order_to_probe_that_makes_no_sense_is_refused(node: Node, order: dict[str, Any], because: str) -> None:
+def test_an_order_to_probe_that_makes_no_sense_is_refused(node: Node, order: dict[str, Any], reason: str) -> None:
     answer = node.order("probe", **order)
-    assert answer == {"outcome": "refused", "why": "bad_order", "because": because}
+    assert answer == {"outcome": "refused", "why": "bad_order", "reason": reason}
 
 
 def test_one_call_answers_a_probe(node: Node) -> None:

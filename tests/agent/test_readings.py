@@ -180,13 +180,13 @@ def test_the_end_of_a_log_is_bounded(generation: Generation) -> None:
 
 def test_a_torn_journal_goes_on_after_its_last_whole_line(generation: Generation) -> None:
     record = journal.Journal(generation.journal)
-    record.append(("Stopped", {"because": "a"}), ("Stopped", {"because": "b"}))
+    record.append(("Stopped", {"reason": "a"}), ("Stopped", {"reason": "b"}))
     record.close()
     with open(generation.journal, "ab") as file:
         file.write(b'{"seq":3,"ki')
     assert [seen["seq"] for seen in journal.read(generation.journal)] == [1, 2]
     record = journal.Journal(generation.journal)
-    record.append(("Fenced", {"why": "isolated", "because": "c"}))
+    record.append(("Fenced", {"why": "isolated", "reason": "c"}))
     record.close()
     assert [(seen["seq"], seen["kind"]) for seen in journal.read(generation.journal)][2:] == [(3, "Fenced")]
 

@@ -43,7 +43,7 @@ def test_a_reboot_kills_the_nodes_processes_and_changes_its_boot_but_not_the_mac
     probed = done(node.order("probe", within=10.0, kernel_since=None))
     assert probed["boot_id"] == boot_id(node.state) != before
     [entry] = probed["reboots"]
-    assert (entry["id"], entry["because"], entry["boot_id"]) == ("r1", "Xid 79 on GPU 0000:05:00", before)
+    assert (entry["id"], entry["reason"], entry["boot_id"]) == ("r1", "Xid 79 on GPU 0000:05:00", before)
     assert abs(entry["at"] - time.time()) < 60
     assert done(node.prepare(1)), "the new boot takes launches"
     refused = node.order("reboot", **node.rebooting(boot_id=before))
@@ -83,7 +83,7 @@ def test_two_reboots_ordered_at_once_run_one_command(node: Node, counted: Callab
     assert sorted(bool(answer and answer.get("already")) for answer in answers) == [False, True]
     other = node.order("reboot", **node.rebooting(id="r2"))
     assert other is not None
-    assert (refusal(other), other["because"]) == ("held", "this node is being rebooted (reboot, r1)")
+    assert (refusal(other), other["reason"]) == ("held", "this node is being rebooted (reboot, r1)")
     assert counted() == 1
     assert len(reboots.newest(node.state)) == 1
     assert refusal(node.prepare(1)) == "rebooting"
@@ -99,7 +99,7 @@ def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_ag
 
 
 @pytest.mark.parametrize(
-    ("command", "because"),
+    ("command", "reason"),
     [
         ('["false"]', "false ended with 1: "),
         ('["/no/such/program"]', "/no/such/program cannot be run: No such file or directory"),
@@ -107,13 +107,13 @@ def test_an_order_repeated_after_the_services_had_their_time_runs_the_command_ag
     ],
 )
 def test_a_reboot_that_fails_leaves_a_node_that_takes_launches_and_does_not_count(
-    node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch, command: str, because: str
+    node: Node, programs: Path, monkeypatch: pytest.MonkeyPatch, command: str, reason: str
 ) -> None:
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", command)
     refused = node.order("reboot", **node.rebooting())
     assert refused is not None
     assert refusal(refused) == "cannot_reboot"
-    assert because.strip() in refused["because"]
+    assert reason.strip() in refused["reason"]
     assert reboots.newest(node.state) == []
     done(node.prepare(1))
 
@@ -122,7 +122,7 @@ def test_a_reboot_command_that_is_none_is_said(node: Node, programs: Path, monke
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", "systemctl reboot")
     refused = node.order("reboot", **node.rebooting())
     assert refused is not None
-    assert refused["because"] == "RELAUNCH_REBOOT_COMMAND is 'systemctl reboot'; expected a JSON list of words"
+    assert refused["reason"] == "RELAUNCH_REBOOT_COMMAND is 'systemctl reboot'; expected a JSON list of words"
 
 
 def test_a_reboot_that_cannot_be_written_down_is_not_done(node: Node, counted: Callable[[], int]) -> None:
@@ -130,7 +130,7 @@ def test_a_reboot_that_cannot_be_written_down_is_not_done(node: Node, counted: C
     refused = node.order("reboot", **node.rebooting())
     assert refused is not None
     assert refusal(refused) == "cannot_reboot"
-    assert refused["because"] == "the journal of reboots cannot be written: Is a directory"
+    assert refused["reason"] == "the journal of reboots cannot be written: Is a directory"
     assert counted() == 0
     assert done(node.order("probe", within=10.0, kernel_since=None))["reboots"] == []
 

@@ -103,7 +103,7 @@ def test_a_node_that_is_examined_takes_no_launch_and_no_other_repair(node: Node,
     assert (holder["by"], holder["id"]) == ("diagnose", "r1")
     refused = node.prepare(1)
     assert refused is not None
-    assert (refused["why"], refused["because"]) == ("held", "this node is being examined (diagnose, r1)")
+    assert (refused["why"], refused["reason"]) == ("held", "this node is being examined (diagnose, r1)")
     assert not (node.folder() / "order.json").exists()
     assert refusal(node.order("reboot", **node.rebooting())) == "held"
     assert refusal(node.order("reset-gpus", id="r2", boot_id=boot_id(node.state), gpus=[], within=5.0)) == "held"
@@ -149,7 +149,7 @@ def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, progr
     eventually(lambda: "2" in str(json.loads((node.folder().parent / "highest.json").read_text())["prepared"]))
     refused = node.order("diagnose", **diagnosis())
     assert refused is not None
-    assert (refused["why"], refused["because"]) == ("held", "a launch is being prepared on this node")
+    assert (refused["why"], refused["reason"]) == ("held", "a launch is being prepared on this node")
     assert done(launch.next())["stopped"] == [[1, 1]]
 
 
@@ -168,7 +168,7 @@ def test_nothing_touches_a_node_on_which_ranks_live_or_are_about_to(node: Node, 
     answer = node.order(command, **order)
     assert answer is not None
     assert refusal(answer) == "busy"
-    assert answer["because"].startswith("job j generation 1 runs on this node")
+    assert answer["reason"].startswith("job j generation 1 runs on this node")
     assert answer["jobs"] == [token(1)]
     assert answer["pids"] == sorted(ranks)
     assert all(map(alive, ranks))
@@ -192,7 +192,7 @@ def test_a_process_of_somebody_else_on_a_gpu_is_in_the_way(node: Node, programs:
     for answer in answers:
         assert answer is not None
         assert refusal(answer) == "busy"
-        assert answer["because"] == f"pid {os.getpid()} uses GPU 00000000:06:00.0"
+        assert answer["reason"] == f"pid {os.getpid()} uses GPU 00000000:06:00.0"
         assert answer["pids"] == [os.getpid()]
     assert calls(programs, "nvidia-smi") == []
 
@@ -300,7 +300,7 @@ def test_sudo_is_used_where_the_fleet_file_allows_it_and_nowhere_else(
     with pytest.raises(Refused) as refused:
         repairs.reboot_command()
     assert refused.value.answer["why"] == "cannot_reboot"
-    assert refused.value.answer["because"].startswith(
+    assert refused.value.answer["reason"].startswith(
         "the agent runs as uid 1000, which may not reboot this node: log in as root, or write sudo: true"
     )
 

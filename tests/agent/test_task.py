@@ -110,7 +110,7 @@ CONTRACT = {
     "the output is cut": (done(cut=True), task.INCONCLUSIVE),
     "brackets without end": (done("{" + '"DCGM Diagnostic": {'), task.INCONCLUSIVE),
     "dcgmi is missing": ({"outcome": "done", "boot_id": "b", "missing": "dcgmi is not on this node's PATH"}, task.INCONCLUSIVE),
-    "the node is in use": ({"outcome": "refused", "why": "busy", "because": "pid 1 uses GPU 0"}, task.INCONCLUSIVE),
+    "the node is in use": ({"outcome": "refused", "why": "busy", "reason": "pid 1 uses GPU 0"}, task.INCONCLUSIVE),
 }
 
 

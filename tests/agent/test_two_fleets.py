@@ -21,7 +21,7 @@ def prepare(node: Node, fleet: str | None, job: str = "k", **more: Any) -> Any:
 
 
 def repair(node: Node, command: str, fleet: str) -> Any:
-    order = {"id": "r1", "boot_id": boot_id(node.state), "because": "x", "gpus": [GPU], "within": 20.0, "level": 1, "fleet": fleet}
+    order = {"id": "r1", "boot_id": boot_id(node.state), "reason": "x", "gpus": [GPU], "within": 20.0, "level": 1, "fleet": fleet}
     return node.order(command, **order)
 
 
@@ -35,8 +35,8 @@ def test_a_launch_is_refused_while_ranks_of_another_fleet_live_there_and_they_li
     pids = runs(node)
     answer = prepare(node, OTHER)
     assert refusal(answer) == "other_fleet"
-    assert (answer["because"], answer["fleet"]) == ("ranks of job j of fleet lab live on this node", LAB)
-    assert "of fleet lab of namespace default live" in prepare(node, "prod/other")["because"], "two namespaces may have one of a name"
+    assert (answer["reason"], answer["fleet"]) == ("ranks of job j of fleet lab live on this node", LAB)
+    assert "of fleet lab of namespace default live" in prepare(node, "prod/other")["reason"], "two namespaces may have one of a name"
     assert all(map(alive, pids))
     assert done(prepare(node, LAB))["stopped"] == [], "another job of the same fleet shares the node"
 
@@ -90,7 +90,7 @@ def test_no_other_fleet_examines_or_repairs_under_its_ranks(node: Node, programs
     pids = runs(node)
     answer = repair(node, command, OTHER)
     assert refusal(answer) == "other_fleet"
-    assert answer["because"].startswith("ranks of job j of fleet lab live on this node (pids ")
+    assert answer["reason"].startswith("ranks of job j of fleet lab live on this node (pids ")
     assert refusal(repair(node, command, LAB)) == "busy"
     assert (calls(programs, "dcgmi"), calls(programs, "nvidia-smi")) == ([], [])
     assert all(map(alive, pids)) and not (node.state / "reboots.jsonl").exists()
@@ -104,7 +104,7 @@ def test_a_node_that_another_fleet_works_on_is_refused_by_its_name(node: Node, p
     assert json.loads((node.state / "held.json").read_text())["fleet"] == LAB
     for answer in (prepare(node, OTHER), repair(node, "reboot", OTHER)):
         assert refusal(answer) == "other_fleet"
-        assert answer["because"] == "this node is being examined for fleet lab (diagnose, r1)"
+        assert answer["reason"] == "this node is being examined for fleet lab (diagnose, r1)"
     assert refusal(prepare(node, LAB)) == "held"
     assert refusal(prepare(node, None)) == "held"
     diagnosing.close()

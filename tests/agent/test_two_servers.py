@@ -35,7 +35,7 @@ def test_a_job_of_another_server_is_refused_while_ranks_of_its_namesake_live_and
     answer = prepare(node, OTHER, submission=2)
     assert refusal(answer) == "other_fleet"
     said = first[:8] or "it did not say which"
-    assert answer["because"] == f"ranks of job j of fleet gpus of another Temporal server ({said}, namespace default) live on this node"
+    assert answer["reason"] == f"ranks of job j of fleet gpus of another Temporal server ({said}, namespace default) live on this node"
     assert all(map(alive, pids))
     assert done(prepare(node, first, generation=2))["stopped"] == [[1, 1]], "its own controller goes on as ever"
 

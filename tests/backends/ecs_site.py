@@ -130,7 +130,7 @@ class Site:
 
     def health(self, facts: Mapping[str, Any], diag: Any, gpus: int = 0) -> Health:
         if isinstance(diag, Refused):
-            diag = {"refused": diag.why, "because": diag.because}
+            diag = {"refused": diag.why, "reason": diag.reason}
         return read_health(facts, diag, expected_gpus=gpus, level=2, catalog=catalog())
 
     def asked(self, operation: str) -> int:

@@ -64,12 +64,12 @@ class Site:
             host.close()
 
 
-async def because(backend: SshBackend) -> str:
+async def reason(backend: SshBackend) -> str:
     """Why n1 does not answer."""
     with pytest.raises(Unreachable) as refused:
         await backend.list("n1")
     assert refused.value.node == "n1"
-    return refused.value.because
+    return refused.value.reason
 
 
 @contextmanager

@@ -37,8 +37,8 @@ def said_of(line: object, **options: bool) -> str:
         parse_watch_line("n2", TOKEN, line, **options)
     assert isinstance(refused.value, Unreachable), "else no caller takes it for a node that does not answer"
     assert refused.value.node == "n2"
-    assert len(refused.value.because) < 400
-    return refused.value.because
+    assert len(refused.value.reason) < 400
+    return refused.value.reason
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def said_of(line: object, **options: bool) -> str:
         ({"observation": {**EXITED, "log_tail": [1]}}, "log_tail.0"),
         ({"observation": {**EXITED, "launched": [{"rank": 0}]}}, "launched.0.pid is missing"),
         ({"observation": {"seq": 1, "kind": "Fenced", "why": ["x"]}}, "why is ['x']"),
-        ({"observation": {"seq": 1, "kind": "StoppedByUser", "because": "evil", "by": "boss"}}, "what people did"),
-        ({"outcome": "refused", "why": "z" * 100_000, "because": "y"}, "why"),
+        ({"observation": {"seq": 1, "kind": "StoppedByUser", "reason": "evil", "by": "boss"}}, "what people did"),
+        ({"outcome": "refused", "why": "z" * 100_000, "reason": "y"}, "why"),
         ({"hello": json.loads("[" * 40 + "]" * 40)}, "nested deeper than 16"),
     ],
 )
@@ -90,10 +90,10 @@ def test_a_line_that_does_not_fit_is_the_fault_of_its_node(line: object, named: 
     [
         {"hello": HELLO},
         {"heartbeat": {**BEAT, "progress": {"0": {"unreadable": "no step"}, "1": {"step": None, "values": {"loss": "NaN"}}}}},
-        {"observation": {"seq": 1, "kind": "Fenced", "why": "isolated", "because": "nobody answers"}},
+        {"observation": {"seq": 1, "kind": "Fenced", "why": "isolated", "reason": "nobody answers"}},
         {"observation": {**EXITED, "exit_code": None, "signal": 9}},
         {"observation": {"seq": 2, "kind": "SomethingOfTomorrow", "of": [1]}},
-        {"observation": {"seq": 2, "kind": "KeeperDied", "because": "killed", "launched": [1, [2]]}},
+        {"observation": {"seq": 2, "kind": "KeeperDied", "reason": "killed", "launched": [1, [2]]}},
         {"end": {"seq": 3}},
         {"of tomorrow": {}},
     ],
@@ -113,7 +113,7 @@ def test_fields_of_a_newer_agent_are_passed_on() -> None:
 
 
 def test_only_a_platform_may_tell_of_people_and_of_its_own_reasons() -> None:
-    stopped = {"observation": {"seq": 1_000_000, "kind": "StoppedByUser", "because": "task stopped", "by": "ECS"}}
+    stopped = {"observation": {"seq": 1_000_000, "kind": "StoppedByUser", "reason": "task stopped", "by": "ECS"}}
     assert parse_watch_line("n2", TOKEN, stopped, is_platform=True) == stopped
     exited = {"observation": {**EXITED, "ecs": {"stop_code": "SpotInterruption", "reason": "x"}}}
     assert "ecs" in parse_watch_line("n2", TOKEN, exited, is_platform=True)["observation"]
@@ -151,13 +151,13 @@ def test_what_a_rank_wrote_is_no_fault_of_its_node(written: object, read: object
         ({"stamp": float("inf")}, "it holds inf, expected finite numbers"),
         ({"nonce": "a\nb"}, "nonce"),
         ({"boot_id": None}, "boot_id is None"),
-        ({"because": [10**30]}, "a whole number of 100 bits"),
+        ({"reason": [10**30]}, "a whole number of 100 bits"),
     ],
 )
 def test_an_answer_that_does_not_fit_names_the_field(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ProtocolError, match="its answer to prepare makes no sense") as refused:
         parse("n2", "prepare", PrepareAnswer, {**PREPARED, **change})
-    assert named in refused.value.because
+    assert named in refused.value.reason
 
 
 def list_of(**generation: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def list_of(**generation: Any) -> dict[str, Any]:
 def test_a_list_that_does_not_fit_is_the_fault_of_its_node(answer: object, named: str) -> None:
     with pytest.raises(ProtocolError) as refused:
         parse_list("n2", answer)
-    assert named in refused.value.because and len(refused.value.because) < 400
+    assert named in refused.value.reason and len(refused.value.reason) < 400
 
 
 def test_a_list_that_fits_is_what_the_node_said() -> None:

@@ -324,7 +324,7 @@ async def test_what_cannot_be_started_is_refused_each_time(make: Make, why: str)
     done(await prepare(fleet, "n1", prepare_order(token(1))))
     for _ in range(2):
         refused = refusal(await fleet.backend.start("n1", start_order(fleet, token(1))))
-        assert (refused.why, bool(refused.because)) == (why, True)
+        assert (refused.why, bool(refused.reason)) == (why, True)
     assert await alive(fleet.backend, 1) == []
     await launch(fleet, 2)
 

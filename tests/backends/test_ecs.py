@@ -300,7 +300,7 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(make: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "because"),
+    ("changes", "options", "reason"),
     [
         (
             {"rank_env": ({"RANK": "0"}, {"RANK": "1"})},
@@ -320,19 +320,19 @@ async def test_a_controller_whose_word_comes_late_takes_it_back(make: Callable[.
     ],
 )
 async def test_what_a_task_cannot_be_is_refused_in_a_sentence(
-    make: Callable[..., Site], changes: dict[str, Any], options: dict[str, Any], because: str
+    make: Callable[..., Site], changes: dict[str, Any], options: dict[str, Any], reason: str
 ) -> None:
     site = make()
     backend = site.again(**options)
     refused = refusal(await backend.start("n1", start_order(site.token(), **changes)))
-    assert refused.why == "cannot_start" and because in refused.because
+    assert refused.why == "cannot_start" and reason in refused.reason
     assert site.tasks(living=False) == []
 
 
 async def test_a_name_that_does_not_fit_is_refused_before_anything_is_asked(make: Callable[..., Site]) -> None:
     site = make()
     long = Token("n" * 63, "j" * 63, 1763000000000, 1)
-    assert "shorter name" in refusal(await site.backend.prepare("n1", prepare_order(long))).because
+    assert "shorter name" in refusal(await site.backend.prepare("n1", prepare_order(long))).reason
     assert not site.backend.aws.calls
 
 
@@ -348,7 +348,7 @@ async def test_gpus_that_others_have_are_refused_as_held(make: Callable[..., Sit
     job, site.job = site.job, "other"
     done(await site.backend.prepare("n1", prepare_order(site.token())))
     refused = refusal(await site.backend.start("n1", start_order(site.token(), gpus=1)))
-    assert refused.why == "held" and "RESOURCE:GPU" in refused.because
+    assert refused.why == "held" and "RESOURCE:GPU" in refused.reason
     site.job = job
     assert len(site.tasks()) == 1
 
@@ -357,11 +357,11 @@ async def test_a_node_that_takes_no_tasks_says_why(make: Callable[..., Site], aw
     site = make()
     backend, arn = site.backend, site.instance.arn
     await backend.cluster.put_attributes(arn, {QUARANTINE: "true"})
-    assert "relaunch.quarantine" in refusal(await backend.prepare("n1", prepare_order(site.token()))).because
+    assert "relaunch.quarantine" in refusal(await backend.prepare("n1", prepare_order(site.token()))).reason
     await backend.cluster.put_attributes(arn, {QUARANTINE: None})
     state = {"cluster": aws.cluster, "containerInstances": [arn]}
     await backend.aws.call("ecs", "UpdateContainerInstancesState", status="DRAINING", **state)
-    assert refusal(await backend.prepare("n1", prepare_order(site.token()))).because.endswith("is DRAINING in ECS and takes no tasks")
+    assert refusal(await backend.prepare("n1", prepare_order(site.token()))).reason.endswith("is DRAINING in ECS and takes no tasks")
     await backend.aws.call("ecs", "UpdateContainerInstancesState", status="ACTIVE", **state)
     site.instance.disconnect()
     with pytest.raises(Unreachable, match=r"the ECS agent of i-\w+ is not connected"):
@@ -470,7 +470,7 @@ async def test_what_aws_refuses_to_relaunch_is_no_fault_of_the_node(make: Callab
     site = make()
     aws.faults.add("PutAttributes", error("AccessDeniedException", "not authorized to perform ecs:PutAttributes"))
     refused = refusal(await site.backend.prepare("n1", prepare_order(site.token())))
-    assert refused.why == "refused_by_aws" and "ecs:PutAttributes" in refused.because
+    assert refused.why == "refused_by_aws" and "ecs:PutAttributes" in refused.reason
     done(await site.backend.prepare("n1", prepare_order(site.token())))
     aws.faults.add("RunTask", error("InvalidParameterException", "no"))
     assert refusal(await site.backend.start("n1", start_order(site.token()))).why == "cannot_start"
@@ -604,7 +604,7 @@ async def test_a_task_that_sigkill_does_not_end_is_stuck(make: Callable[..., Sit
     aws.script(lambda task: f"/{site.job}/" in task["startedBy"], after=None, stuck=True)
     await launch(site)
     refused = refusal(await site.backend.stop("n1", stop_order(site.token(), stop_grace=0.1, stuck_after=0.4)))
-    assert refused.why == "stuck" and "could not stop task" in refused.because
+    assert refused.why == "stuck" and "could not stop task" in refused.reason
 
 
 async def test_a_stop_on_a_machine_that_is_silent_is_ambiguous_until_ec2_says_that_it_is_gone(
@@ -672,7 +672,7 @@ async def test_s1_1_a_user_who_stops_a_task_is_told_apart_from_us(make: Callable
     await launch(site)
     await site.backend.aws.call("ecs", "StopTask", cluster=aws.cluster, task=site.tasks()[0]["taskArn"], reason="I need the node")
     told = await end_of(site.backend, site.token())
-    assert (told["kind"], told["by"]) == ("StoppedByUser", "ECS") and told["because"].endswith("by a user: I need the node")
+    assert (told["kind"], told["by"]) == ("StoppedByUser", "ECS") and told["reason"].endswith("by a user: I need the node")
     await launch(site, 2)
     assert isinstance(await site.again().stop("n1", stop_order(site.token(2))), Gone)
     ours = await end_of(site.backend, site.token(2))
@@ -685,7 +685,7 @@ async def test_a_rank_that_fails_brings_the_last_lines_that_it_printed(make: Cal
     told = await end_of(site.backend, site.token())
     assert told["log_tail"] == ["one", "RuntimeError: two"]
     where = refusal(await site.backend.logs("n1", site.token(), None, 1000, 0.0, None))
-    assert "group /train, stream job/trainer/" in where.because
+    assert "group /train, stream job/trainer/" in where.reason
 
 
 async def test_a_watch_says_hello_and_beats_while_ecs_is_seen(make: Callable[..., Site]) -> None:
@@ -793,7 +793,7 @@ async def test_a_machine_that_ec2_has_ended_took_its_rank_with_it(make: Callable
                             ended = True
                         if told := line.get("observation"):
                             break
-    words = told["because"] if told["kind"] == "RanksVanished" else told["ecs"]["reason"]
+    words = told["reason"] if told["kind"] == "RanksVanished" else told["ecs"]["reason"]
     assert ("stopped" in words or "terminated" in words) and site.ids[0] in words
     assert told["kind"] == "RanksVanished" or told["exit_code"] != 0
 
@@ -805,7 +805,7 @@ async def test_a_task_that_ecs_has_forgotten_is_unknown_and_no_success(make: Cal
     aws.expire(site.tasks(living=False)[0]["taskArn"])
     for backend, words in ((site.backend, "does not know task"), (site.again(), "knows no task of")):
         told = await end_of(backend, site.token())
-        assert told["kind"] == "RanksVanished" and words in told["because"]
+        assert told["kind"] == "RanksVanished" and words in told["reason"]
 
 
 async def test_a_machine_that_registers_anew_is_found_by_its_ec2_id_with_the_tasks_of_before(make: Callable[..., Site]) -> None:
@@ -843,8 +843,8 @@ async def test_a_list_tells_of_ranks_of_every_controller_and_what_of_gpus_is_not
 
 async def test_a_stack_is_refused_in_a_sentence(make: Callable[..., Site]) -> None:
     site = make()
-    assert "container of its own" in refusal(await site.backend.stacks("n1", site.token(), 0)).because
-    assert "ECS knows no task of" in refusal(await site.backend.logs("n1", site.token(), None, 1000, 0.0, None)).because
+    assert "container of its own" in refusal(await site.backend.stacks("n1", site.token(), 0)).reason
+    assert "ECS knows no task of" in refusal(await site.backend.logs("n1", site.token(), None, 1000, 0.0, None)).reason
 
 
 def test_it_never_takes_silence_for_proof() -> None:

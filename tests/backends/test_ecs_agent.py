@@ -242,10 +242,10 @@ async def test_an_agent_that_cannot_be_reached_costs_progress_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("variable", "because"),
+    ("variable", "reason"),
     [("SHORT_KEY", "SHORT_KEY has 5 bytes, expected at least 16"), ("NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE cannot be read by the worker")],
 )
-async def test_a_key_that_the_worker_does_not_have_is_named(variable: str, because: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_that_the_worker_does_not_have_is_named(variable: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHORT_KEY", "short")
 
     async def address(node: str) -> str:
@@ -253,7 +253,7 @@ async def test_a_key_that_the_worker_does_not_have_is_named(variable: str, becau
 
     agents = container.Agents(SecretReference(env=variable), address)
     async with agents.session("n1", read_task({"taskArn": "a/1", "overrides": WITH_AGENT})) as session:
-        with pytest.raises(Unreachable, match=f"ecs.agent_key: variable {because}"):
+        with pytest.raises(Unreachable, match=f"ecs.agent_key: variable {reason}"):
             await session.list()
 
 
@@ -282,7 +282,7 @@ async def test_who_stops_the_task_is_known_to_ecs_and_told(make: Callable[..., S
         return False
 
     (end,) = seen(await site.watch(enough))
-    assert (end["kind"], end["seq"]) == ("StoppedByUser", ECS_SEQ) and "enough" in end["because"]
+    assert (end["kind"], end["seq"]) == ("StoppedByUser", ECS_SEQ) and "enough" in end["reason"]
     await orders[0]
 
 
@@ -328,7 +328,7 @@ async def test_logs_and_stacks_are_the_agents_while_it_lives(make: Callable[...,
     assert not isinstance(stacks, Refused) and stacks["stacks"][0]["rank"] == 0
     assert isinstance(await site.backend.stop("n1", StopOrder(site.token, 1.0, 10.0)), Gone)
     gone = await site.backend.logs("n1", site.token, None, 65536, 0.0, None)
-    assert isinstance(gone, Refused) and "not in CloudWatch Logs" in gone.because
+    assert isinstance(gone, Refused) and "not in CloudWatch Logs" in gone.reason
     assert isinstance(await site.backend.stacks("n1", site.token, 0), Refused)
 
 
@@ -337,7 +337,7 @@ async def test_logs_and_stacks_are_the_agents_while_it_lives(make: Callable[...,
 
 async def test_what_does_not_fit_is_refused_in_a_sentence(make: Callable[..., Site]) -> None:
     refused = await make().launch(FOR_EVER, ranks=200)
-    assert isinstance(refused, Refused) and "of which ECS takes 8192" in refused.because
+    assert isinstance(refused, Refused) and "of which ECS takes 8192" in refused.reason
 
 
 def test_an_order_says_what_the_environment_does_not() -> None:

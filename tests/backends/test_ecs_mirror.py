@@ -18,8 +18,8 @@ from relaunch.backends.ecs.cluster import Cluster as RealCluster
 from relaunch.backends.ecs.legacy_rows import (
     JobRow,
     JobStatus,
+    LegacyStatus,
     NodeRow,
-    NodeStatus,
     TaskRow,
     TaskStatus,
     job_status,
@@ -31,7 +31,7 @@ from relaunch.backends.ecs.sns import LONGEST_MESSAGE, LONGEST_SUBJECT, Topic, p
 from relaunch.backends.ecs.tasks import Container, Instance, Task, client_token, run_task, started_by
 from relaunch.job.state import Phase, Slot
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.spec.fleet import EcsTables, FleetNode
 from tests.doubles.aws import THROTTLE, AwsDouble
 from tests.recovery.builders import new_job
@@ -159,10 +159,10 @@ def test_a_task_without_an_exit_code_is_no_success(last_status: str, exit_code: 
         ({}, False, "AVAILABLE"),
         ({}, True, "IN_PROGRESS"),
         ({"silent_since": NOW}, True, "UNKNOWN"),
-        ({"standing": Standing.SUSPECT}, True, "PENDING_HEALTHCHECK"),
-        ({"standing": Standing.REPAIRING}, False, "PENDING_HEALTHCHECK"),
-        ({"standing": Standing.REPAIRING, "repair_acts": True, "silent_since": NOW}, False, "REBOOTING"),
-        ({"standing": Standing.QUARANTINED}, False, "FAILED"),
+        ({"standing": NodeStatus.SUSPECT}, True, "PENDING_HEALTHCHECK"),
+        ({"standing": NodeStatus.REPAIRING}, False, "PENDING_HEALTHCHECK"),
+        ({"standing": NodeStatus.REPAIRING, "repair_acts": True, "silent_since": NOW}, False, "REBOOTING"),
+        ({"standing": NodeStatus.QUARANTINED}, False, "FAILED"),
         ({"gone": True}, True, "FAILED"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_node_that_does_not_answer_is_not_available(record: dict[str, Any], in
 async def test_s1_8_rows_have_the_documented_attributes_and_formats(account: Account) -> None:
     mirror = account.mirror()
     assert await mirror.job(a_job(7)) and await mirror.task(a_task(7))
-    assert await mirror.node(NodeRow("n1", 7, NodeStatus.AVAILABLE, "training", INSTANCE.format("c1"), "10.0.0.1"))
+    assert await mirror.node(NodeRow("n1", 7, LegacyStatus.AVAILABLE, "training", INSTANCE.format("c1"), "10.0.0.1"))
     common = {"relaunch_seq": 7, "created_at": NOW.isoformat(), "updated_at": NOW.isoformat(), "cluster_name": "training"}
     assert (await account.rows("job"))["llama"] == {
         "job_id": "llama",
@@ -249,7 +249,7 @@ async def test_of_one_age_the_end_of_a_task_wins_and_stays(account: Account) -> 
 async def test_a_row_that_somebody_else_made_is_taken_over_and_keeps_what_relaunch_does_not_know(account: Account) -> None:
     item = {"node_name": {"S": "n1"}, "ibdev": {"S": "mlx5_0"}, "ip": {"S": "10.0.0.9"}, "node_status": {"S": "IN_PROGRESS"}}
     await account.aws.call("dynamodb", "PutItem", TableName=account.tables.node, Item=item)
-    assert await account.mirror().node(NodeRow("n1", 7, NodeStatus.FAILED, "training", None, None))
+    assert await account.mirror().node(NodeRow("n1", 7, LegacyStatus.FAILED, "training", None, None))
     row = (await account.rows("node"))["n1"]
     assert (row["ibdev"], row["ip"], row["node_status"]) == ("mlx5_0", "10.0.0.9", "FAILED")
 
@@ -378,7 +378,7 @@ async def test_nodes_are_written_when_they_change_and_a_machine_that_is_gone_kee
     await mirror.nodes(state, 2)
     assert account.double.calls["UpdateItem"] == before + 2
     cluster.unknown = ("i-00000002",)
-    broken = replace(state.nodes[1], standing=Standing.QUARANTINED)
+    broken = replace(state.nodes[1], standing=NodeStatus.QUARANTINED)
     await mirror.nodes(replace(state, nodes=(state.nodes[0], broken)), 3)
     assert account.double.calls["UpdateItem"] == before + 3
     rows = await account.rows("node")

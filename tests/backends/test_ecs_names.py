@@ -215,7 +215,7 @@ def test_s1_1_a_task_that_a_user_stopped_says_so_and_one_that_we_stopped_says_th
     by_user = ending(read_task(raw(stopCode="UserInitiated", stoppedReason="Task stopped by user", containers=[{"name": "trainer"}])))
     assert by_user == {
         "kind": "StoppedByUser",
-        "because": "task abc of rank 3 was stopped by a user: Task stopped by user",
+        "reason": "task abc of rank 3 was stopped by a user: Task stopped by user",
         "by": "ECS",
     }
     by_us = ending(read_task(raw(stopCode="UserInitiated", stoppedReason=stop_reason(TOKEN))))
@@ -286,7 +286,7 @@ def test_tasks_are_listed_by_job_and_generation() -> None:
 def test_an_error_of_aws_says_whether_the_call_was_applied(code: str, status: int, kind: Kind) -> None:
     error = _told("ECS RunTask", {"Error": {"Code": code, "Message": "why"}, "ResponseMetadata": {"HTTPStatusCode": status}})
     assert (error.kind, error.code) == (kind, code)
-    assert error.because == ("ECS RunTask: " + (f"{code}: why" if code else "why"))
+    assert error.reason == ("ECS RunTask: " + (f"{code}: why" if code else "why"))
 
 
 async def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

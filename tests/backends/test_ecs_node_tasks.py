@@ -53,7 +53,7 @@ async def test_an_answer_in_parts_is_put_together_and_what_the_agent_could_not_r
     scripted(site, {"outcome": "done", "boot_id": "b1", "reboots": {"unreadable": "broken"}, "jobs": [], "held": None}, parts=3)
     facts = await site.probe()
     assert (facts["boot_id"], facts["jobs"], facts["reboots"]) == ("b1", [], {"unreadable": "broken"})
-    assert "ECS calls its container instance IMPAIRED" in [one.because for one in site.health(facts, None).findings]
+    assert "ECS calls its container instance IMPAIRED" in [one.reason for one in site.health(facts, None).findings]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ async def test_an_answer_in_parts_is_put_together_and_what_the_agent_could_not_r
     [
         ("", 0, {}, "left no answer in log group /relaunch/node"),
         pytest.param('{"outcome": "do', 0, {}, "left no answer", marks=pytest.mark.long),
-        ({"outcome": "refused", "because": "the state folder belongs to uid 7"}, 3, {}, "could not: the state folder belongs to uid 7"),
+        ({"outcome": "refused", "reason": "the state folder belongs to uid 7"}, 3, {}, "could not: the state folder belongs to uid 7"),
         ("", None, {"stop_code": "TaskFailedToStart", "reason": "CannotPullContainerError: no such image"}, "no such image"),
     ],
 )
@@ -135,7 +135,7 @@ async def test_s1_3_gpus_that_are_never_free_are_said_to_be_busy_in_time(make: M
     site.double.script("train", after=None)
     await site.run("somebody", gpus=1)
     answer = await site.diagnose(within=0.5)
-    assert isinstance(answer, Refused) and answer.why == "busy" and "RESOURCE:GPU" in answer.because
+    assert isinstance(answer, Refused) and answer.why == "busy" and "RESOURCE:GPU" in answer.reason
 
 
 async def test_s1_6_an_examination_whose_worker_died_is_waited_for_and_found_without_tags(make: Make) -> None:
@@ -170,7 +170,7 @@ async def test_an_examination_that_is_not_wanted_any_more_is_stopped(make: Make)
     await eventually(lambda: site.examinations()[0]["lastStatus"] == "STOPPED")
     late = make(CHECKED)
     answer = await late.diagnose(within=0.6)
-    assert (answer["contract"], answer["because"]) == ("inconclusive", "it did not end within 0.6 s and was stopped")
+    assert (answer["contract"], answer["reason"]) == ("inconclusive", "it did not end within 0.6 s and was stopped")
     await eventually(lambda: late.examinations()[0]["lastStatus"] == "STOPPED")
 
 
@@ -191,7 +191,7 @@ async def test_s1_5_a_health_check_of_the_users_own_is_judged_by_its_exit_code(
     site.double.script("check", exit_code=code, **failed)
     facts, diag = await asyncio.gather(site.probe(), site.diagnose())
     health = site.health(facts, diag, gpus=8)
-    assert (health.verdict, why in health.because) == (verdict, True), health.because
+    assert (health.verdict, why in health.reason) == (verdict, True), health.reason
     assert (health.busy, health.working) == ((), 8) or health.held == REPAIR
 
 

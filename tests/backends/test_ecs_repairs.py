@@ -19,7 +19,7 @@ from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import Token
 from relaunch.pool.messages import Claim, Place
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.repair.machine import begin, learn, next_step
 from relaunch.repair.state import Diagnosed, Fact, Finish, NoAnswer, OrderDone, OrderRefused, Probed, RepairRules, Slept
 from relaunch.spec.fleet import FleetNode
@@ -117,7 +117,7 @@ async def test_nothing_that_runs_there_is_rebooted_away(make: Make) -> None:
     await site.run("ecs-svc/1")
     await site.run(started_by(Token("default", "j", 1, 2)))
     late = await facts()  # it was placed after the probe
-    assert isinstance(late, Refused) and late.because == "job j generation 2 runs on this node"
+    assert isinstance(late, Refused) and late.reason == "job j generation 2 runs on this node"
     assert (site.status, site.asked("RebootInstances")) == ("ACTIVE", 0)
     assert (await Journal.of(site.aws, site.ec2_id)).entries == ()
 
@@ -238,14 +238,12 @@ async def test_s1_5_a_repair_with_nothing_but_a_health_check_stops_and_starts_th
     site.double.script("check", exit_code=after)
     rules = RepairRules("act", 1, 8, timedelta(minutes=3), timedelta(0), power=True)
     now = datetime.now(UTC)
-    state = begin(
-        id=REPAIR, fleet="f", node="n1", strategy=Strategy.REBOOT_NODE, gpus=(), because="its check", by="j", rules=rules, now=now
-    )
+    state = begin(id=REPAIR, fleet="f", node="n1", strategy=Strategy.REBOOT_NODE, gpus=(), reason="its check", by="j", rules=rules, now=now)
     while not isinstance(step := next_step(state, now), Finish):
         now += timedelta(seconds=5)
         state = learn(state, await _carried_out(site, step), catalog(), now)
-    assert (step.outcome, step.verdict) == (("done", Verdict.HEALTHY) if after == 0 else ("refused", Verdict.UNHEALTHY)), step.because
-    assert "power-cycled" in step.because
+    assert (step.outcome, step.verdict) == (("done", Verdict.HEALTHY) if after == 0 else ("refused", Verdict.UNHEALTHY)), step.reason
+    assert "power-cycled" in step.reason
     assert (site.asked("StopInstances"), site.asked("RebootInstances"), site.instance.boots) == (1, 0, 2)
 
 
@@ -257,10 +255,10 @@ async def _carried_out(site: Site, step: Any) -> Fact:
                 return Probed(dict(await site.probe()))
             case "Diagnose":
                 found = await site.diagnose()
-                return OrderRefused(found.why, found.because) if isinstance(found, Refused) else Diagnosed(dict(found))
+                return OrderRefused(found.why, found.reason) if isinstance(found, Refused) else Diagnosed(dict(found))
             case "Reboot":
                 answer = await site.reboot(step.boot_id)
-                return OrderRefused(answer.why, answer.because) if isinstance(answer, Refused) else OrderDone(dict(answer))
+                return OrderRefused(answer.why, answer.reason) if isinstance(answer, Refused) else OrderDone(dict(answer))
             case "PowerCycle":
                 launched = float((await site.probe())["boot_id"].rpartition(":")[2])
                 await eventually(lambda: time.time() - launched > 1.05)  # launch times are told in seconds
@@ -268,7 +266,7 @@ async def _carried_out(site: Site, step: Any) -> Fact:
             case _:
                 return Slept()
     except Unreachable as error:
-        return NoAnswer(error.because)
+        return NoAnswer(error.reason)
 
 
 async def test_no_capacity_is_said_and_every_later_look_tries_again(make: Make) -> None:
@@ -359,20 +357,20 @@ async def test_a_quarantined_instance_says_so_to_every_launch_once_its_job_has_l
     node = FleetNode(name="n1", address=site.ec2_id)
     marks = Marks("lab", site.cluster, lambda name: node, None)
 
-    async def marked(standing: Standing, *claims: ClaimRecord) -> str | None:
+    async def marked(standing: NodeStatus, *claims: ClaimRecord) -> str | None:
         await marks.nodes(FleetState("lab", nodes=(NodeRecord(node, standing=standing),), claims=claims), 1)
         return (await site.cluster.instance(site.ec2_id)).attributes.get("relaunch.quarantine")
 
     stays = ClaimRecord(Claim("llama", 1000, 1, 1, holds=(Place("n1"),)))
-    assert await marked(Standing.QUARANTINED, stays) is None, "it is launched again where it is"
-    assert await marked(Standing.QUARANTINED) == "lab"
-    assert await marked(Standing.IN_SERVICE) is None
+    assert await marked(NodeStatus.QUARANTINED, stays) is None, "it is launched again where it is"
+    assert await marked(NodeStatus.QUARANTINED) == "lab"
+    assert await marked(NodeStatus.IN_SERVICE) is None
     instance = await site.cluster.instance(site.ec2_id)
     await site.cluster.put_attributes(instance.arn, {"relaunch.quarantine": "ada"})
     marks._written.clear()
-    assert await marked(Standing.IN_SERVICE) == "ada", "what somebody else has written is somebody else's"
+    assert await marked(NodeStatus.IN_SERVICE) == "ada", "what somebody else has written is somebody else's"
     writes = site.double.calls["PutAttributes"]
-    assert await marked(Standing.QUARANTINED) == "ada"
+    assert await marked(NodeStatus.QUARANTINED) == "ada"
     assert site.double.calls["PutAttributes"] == writes
 
 

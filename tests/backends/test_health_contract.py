@@ -98,7 +98,7 @@ async def test_s2_10_a_look_tells_of_gpus_and_of_strangers_there_where_it_is_ask
     assert process.items() >= {"pid": pid, "ours": False, "user": getpass.getuser(), "program": "sleep"}.items()
     assert "gpus" not in await fleet.backend.list("n1")
     refused = refusal(await fleet.backend.diagnose("n1", "r1", 1, 30.0))
-    assert (refused.why, str(pid) in refused.because) == ("busy", True)
+    assert (refused.why, str(pid) in refused.reason) == ("busy", True)
     fleet.leave("n1")
     assert (await fleet.backend.list("n1", gpus=True))["gpus"]["gpus"][0]["processes"] == []
 
@@ -176,7 +176,7 @@ async def test_a_diagnosis_that_hangs_is_killed_and_meanwhile_nothing_is_launche
     await eventually(is_named)
     assert (await probe(fleet.backend))["held"]["id"] == "r1"
     refused = refusal(await prepare(fleet, "n1", prepare_order(token(1))))
-    assert refused.why == "held" and "r1" in refused.because
+    assert refused.why == "held" and "r1" in refused.reason
     assert not diagnosing.done()
     answer = done(await diagnosing)
     assert answer["exit_code"] is None and read_diag(answer["stdout"], None, level=2).verdict is Verdict.UNKNOWN
@@ -222,7 +222,7 @@ async def test_nothing_is_examined_reset_or_rebooted_while_ranks_live(make: Make
         await fleet.backend.reboot("n1", "r1", boot, "a test wants it"),
     ):
         refused = refusal(answer)
-        assert refused.why == "busy" and "contract generation 1" in refused.because
+        assert refused.why == "busy" and "contract generation 1" in refused.reason
     assert await alive(fleet.backend, 1) == [0, 1]
     assert (await probe(fleet.backend))["reboots"] == []
     assert await fleet.backend.stop("n1", stop_order(token(1))) == Gone("n1")
@@ -265,7 +265,7 @@ async def test_a_reboot_gives_the_node_another_boot_id_and_is_in_its_journal(mak
 
     await eventually(is_another)
     facts = await probe(fleet.backend)
-    assert [(one["id"], one["because"], one["boot_id"]) for one in facts["reboots"]] == [("r1", "Xid 79", before)]
+    assert [(one["id"], one["reason"], one["boot_id"]) for one in facts["reboots"]] == [("r1", "Xid 79", before)]
     assert abs(facts["reboots"][0]["at"] - facts["wall"]) < 60
     refused = refusal(await fleet.backend.reboot("n1", "r1", before, "Xid 79"))
     assert (refused.why, refused.boot_id) == ("boot_changed", facts["boot_id"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.backends.ssh.known_hosts import Standing, algorithms, append, fingerprint, judge, kind, line_for, name_of, read
+from relaunch.backends.ssh.known_hosts import KeyStatus, algorithms, append, fingerprint, judge, kind, line_for, name_of, read
 
 ONE, TWO = (b"\0\0\0\x0bssh-ed25519\0\0\0\x20" + letter * 32 for letter in (b"1", b"2"))
 RSA = b"\0\0\0\x07ssh-rsa" + b"\0\0\0\x01\3" * 8
@@ -22,29 +22,29 @@ def line(names: str, blob: bytes = ONE) -> str:
 @pytest.mark.parametrize(
     ("lines", "host", "port", "standing"),
     [
-        ([line("gpu-01")], "gpu-01", 22, Standing.KNOWN),
-        ([line("gpu-01")], "GPU-01", 22, Standing.KNOWN),
-        ([line("gpu-01,10.0.0.11")], "10.0.0.11", 22, Standing.KNOWN),
-        ([line("gpu-*")], "gpu-77", 22, Standing.KNOWN),
-        ([line("gpu-0?")], "gpu-77", 22, Standing.UNKNOWN),
-        ([line("gpu-*,!gpu-07")], "gpu-07", 22, Standing.UNKNOWN),
-        ([line("[gpu-01]:2222")], "gpu-01", 2222, Standing.KNOWN),
-        ([line("[gpu-01]:2222")], "gpu-01", 22, Standing.UNKNOWN),
-        ([line("gpu-01")], "gpu-01", 2222, Standing.KNOWN),  # as OpenSSH has it
-        ([line("gpu-01", TWO)], "gpu-01", 2222, Standing.UNKNOWN),
-        ([line("gpu-01", TWO)], "gpu-01", 22, Standing.CHANGED),
-        ([line("gpu-01", RSA)], "gpu-01", 22, Standing.CHANGED),
-        ([line("gpu-01", TWO), line("gpu-01")], "gpu-01", 22, Standing.KNOWN),
-        ([line("gpu-01"), "@revoked " + line("*")], "gpu-01", 22, Standing.REVOKED),
-        (["@revoked " + line("*", TWO), line("gpu-01")], "gpu-01", 22, Standing.KNOWN),
-        (["@cert-authority " + line("gpu-01")], "gpu-01", 22, Standing.UNKNOWN),
-        (["# " + line("gpu-01"), "", "garbage", "gpu-01 ssh-ed25519 ???"], "gpu-01", 22, Standing.UNKNOWN),
-        ([line("|1|not|base64"), line("|1|x")], "gpu-01", 22, Standing.UNKNOWN),
-        (["\t" + line("gpu-01").replace(" ", "\t") + " a comment"], "gpu-01", 22, Standing.KNOWN),
+        ([line("gpu-01")], "gpu-01", 22, KeyStatus.KNOWN),
+        ([line("gpu-01")], "GPU-01", 22, KeyStatus.KNOWN),
+        ([line("gpu-01,10.0.0.11")], "10.0.0.11", 22, KeyStatus.KNOWN),
+        ([line("gpu-*")], "gpu-77", 22, KeyStatus.KNOWN),
+        ([line("gpu-0?")], "gpu-77", 22, KeyStatus.UNKNOWN),
+        ([line("gpu-*,!gpu-07")], "gpu-07", 22, KeyStatus.UNKNOWN),
+        ([line("[gpu-01]:2222")], "gpu-01", 2222, KeyStatus.KNOWN),
+        ([line("[gpu-01]:2222")], "gpu-01", 22, KeyStatus.UNKNOWN),
+        ([line("gpu-01")], "gpu-01", 2222, KeyStatus.KNOWN),  # as OpenSSH has it
+        ([line("gpu-01", TWO)], "gpu-01", 2222, KeyStatus.UNKNOWN),
+        ([line("gpu-01", TWO)], "gpu-01", 22, KeyStatus.CHANGED),
+        ([line("gpu-01", RSA)], "gpu-01", 22, KeyStatus.CHANGED),
+        ([line("gpu-01", TWO), line("gpu-01")], "gpu-01", 22, KeyStatus.KNOWN),
+        ([line("gpu-01"), "@revoked " + line("*")], "gpu-01", 22, KeyStatus.REVOKED),
+        (["@revoked " + line("*", TWO), line("gpu-01")], "gpu-01", 22, KeyStatus.KNOWN),
+        (["@cert-authority " + line("gpu-01")], "gpu-01", 22, KeyStatus.UNKNOWN),
+        (["# " + line("gpu-01"), "", "garbage", "gpu-01 ssh-ed25519 ???"], "gpu-01", 22, KeyStatus.UNKNOWN),
+        ([line("|1|not|base64"), line("|1|x")], "gpu-01", 22, KeyStatus.UNKNOWN),
+        (["\t" + line("gpu-01").replace(" ", "\t") + " a comment"], "gpu-01", 22, KeyStatus.KNOWN),
     ],
 )
 def test_a_key_is_judged_by_the_lines_that_speak_of_its_host(
-    tmp_path: Path, lines: list[str], host: str, port: int, standing: Standing
+    tmp_path: Path, lines: list[str], host: str, port: int, standing: KeyStatus
 ) -> None:
     file = tmp_path / "known_hosts"
     file.write_text("\n".join(lines))
@@ -74,6 +74,6 @@ def test_a_line_that_is_added_is_found_by_openssh(tmp_path: Path, port: int, has
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     words = ["ssh-keygen", "-F", name_of("gpu-01", port), "-f", str(file)]
     assert base64.b64encode(ONE).decode() in subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert judge(read([str(file)]), "gpu-01", port, ONE).standing is Standing.KNOWN
+    assert judge(read([str(file)]), "gpu-01", port, ONE).standing is KeyStatus.KNOWN
     words = ["ssh-keygen", "-lf", str(file)]
     assert fingerprint(ONE) in subprocess.run(words, capture_output=True, text=True, check=True).stdout

@@ -67,13 +67,13 @@ async def ask(session: AgentSession, command: str, within: float = 1.0) -> objec
 
 
 async def test_the_secrets_of_a_job_are_variables_of_its_ranks(opened: Open) -> None:
-    echo = '{"outcome": "refused", "why": "env", "because": json.dumps(order["order"]["env"])}'
+    echo = '{"outcome": "refused", "why": "env", "reason": json.dumps(order["order"]["env"])}'
     session = opened({}, AGENT.replace('answers.get(order["command"])', echo))
     start = StartOrder(
         Token("default", "llama", 1, 1), "n1", ("train",), None, {"A": "1"}, (), (), 0.0, "5ec7e7", fences=True, secrets={"B": "2"}
     )
     answer = await session.start(start)
-    assert isinstance(answer, Refused) and json.loads(answer.because) == {"A": "1", "B": "2"}
+    assert isinstance(answer, Refused) and json.loads(answer.reason) == {"A": "1", "B": "2"}
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ async def test_the_secrets_of_a_job_are_variables_of_its_ranks(opened: Open) -> 
         ("probe", {"within": 1.0, "kernel_since": 60.0}),
         ("diagnose", {"id": "r1", "level": 2, "within": 1.0}),
         ("reset-gpus", {"id": "r1", "boot_id": "b1", "gpus": ["00000000:1B:00.0"], "within": 1.0}),
-        ("reboot", {"id": "r1", "boot_id": "b1", "because": "Xid 79"}),
+        ("reboot", {"id": "r1", "boot_id": "b1", "reason": "Xid 79"}),
     ],
 )
 async def test_an_order_is_sent_as_the_protocol_has_it(opened: Open, command: str, order: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError) as refused:
         await ask(opened({command: "echo"}), command)
-    assert str({"protocol": 1, **order}) in refused.value.because  # the echo is no answer, and is named
+    assert str({"protocol": 1, **order}) in refused.value.reason  # the echo is no answer, and is named
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ async def test_an_order_is_sent_as_the_protocol_has_it(opened: Open, command: st
         ("probe", [1], "expected an outcome"),
         ("probe", {"outcome": "done"}, "boot_id is missing"),
         ("probe", {"outcome": "done", "boot_id": 7}, "boot_id is 7"),
-        ("probe", {"outcome": "refused", "why": "busy", "because": "no"}, "changes nothing and was refused: no"),
+        ("probe", {"outcome": "refused", "why": "busy", "reason": "no"}, "changes nothing and was refused: no"),
         ("diagnose", {**BOOT, "stdout": ""}, "exit_code"),
         ("diagnose", {**BOOT, "exit_code": "0", "stdout": ""}, "exit_code is '0'"),
         ("diagnose", {**BOOT, "exit_code": True, "stdout": ""}, "exit_code is True"),
@@ -107,15 +107,15 @@ async def test_an_order_is_sent_as_the_protocol_has_it(opened: Open, command: st
         ("probe", {**BOOT, "load": float("nan")}, "expected finite numbers"),
         ("probe", {**BOOT, "memory": {"total": 10**40}}, "a whole number of 133 bits"),
         ("reset-gpus", {**BOOT, "exit_code": 0, "output": 1}, "output is 1"),
-        ("reset-gpus", {"outcome": "refused", "why": "protocol", "because": "version 2"}, "version 2"),
+        ("reset-gpus", {"outcome": "refused", "why": "protocol", "reason": "version 2"}, "version 2"),
         ("reboot", {"outcome": "done", "boot_id": ""}, "boot_id is ''"),
-        ("reboot", {"outcome": "refused", "why": "held", "because": "x", "highest": 3}, "highest is 3"),
+        ("reboot", {"outcome": "refused", "why": "held", "reason": "x", "highest": 3}, "highest is 3"),
     ],
 )
 async def test_an_answer_that_makes_no_sense_is_said_to(opened: Open, command: str, answer: Any, named: str) -> None:
     with pytest.raises(ProtocolError) as refused:
         await ask(opened({command: answer}), command)
-    assert named in refused.value.because
+    assert named in refused.value.reason
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_an_answer_that_makes_sense_is_passed_on_whole(opened: Open, comma
 
 
 async def test_a_refusal_carries_the_present_boot_id(opened: Open) -> None:
-    answer = {"outcome": "refused", "why": "boot_changed", "because": "this node runs boot b2", "boot_id": "b2"}
+    answer = {"outcome": "refused", "why": "boot_changed", "reason": "this node runs boot b2", "boot_id": "b2"}
     assert await ask(opened({"reboot": answer}), "reboot") == Refused("n1", "boot_changed", "this node runs boot b2", boot_id="b2")
 
 

@@ -74,7 +74,7 @@ def why(answer: object) -> str:
 
 
 def moments(backend: SimulatedBackend) -> list[tuple[str, str, str, str]]:
-    return [(one.kind, one.command, one.id, one.because) for one in backend.upkeep]
+    return [(one.kind, one.command, one.id, one.reason) for one in backend.upkeep]
 
 
 # --- how they are --------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ async def test_nvml_tells_of_each_sickness_in_its_own_way() -> None:
     hangs = simulated(Sick(nvml_unreadable="NVML did not answer within 10 s"))
     assert (await probe(hangs))["gpus"] == {"unreadable": "NVML did not answer within 10 s"}
     disk = (await probe(simulated(Sick(disk_read_only=True))))["disks"][0]
-    assert (disk["writable"], disk["because"]) == (False, "it is mounted read-only")
+    assert (disk["writable"], disk["reason"]) == (False, "it is mounted read-only")
 
 
 async def test_a_node_falls_ill_at_the_moment_that_the_script_names() -> None:
@@ -188,7 +188,7 @@ async def test_a_gpu_that_is_not_there_cannot_be_reset() -> None:
 
 
 async def test_resets_and_reboots_fail_as_often_as_scripted() -> None:
-    backend = simulated(ResetFails(exit_code=255, times=1), RebootFails(because="sudo: a password is required", times=1))
+    backend = simulated(ResetFails(exit_code=255, times=1), RebootFails(reason="sudo: a password is required", times=1))
     assert [(await reset(backend))["exit_code"] for _ in range(2)] == [255, 0]
     refused = await backend.reboot("n1", "r1", "n1-boot-1", "Xid 79")
     assert why(refused) == "cannot_reboot"
@@ -258,7 +258,7 @@ async def test_a_launch_waits_two_seconds_for_a_diagnosis_and_is_then_refused() 
     assert not early.done()
     await clock.advance(0.1)
     answer = await early
-    assert isinstance(answer, Refused) and (answer.why, answer.because) == ("held", "this node is being examined (diagnose, r1)")
+    assert isinstance(answer, Refused) and (answer.why, answer.reason) == ("held", "this node is being examined (diagnose, r1)")
     await clock.advance(2.0)
     late = asyncio.create_task(backend.prepare("n1", prepare_order(1, 0)))
     await clock.advance(1.0)
@@ -276,7 +276,7 @@ async def test_a_diagnosis_waits_for_a_launch_that_is_being_prepared_and_is_then
     diagnosing = asyncio.create_task(backend.diagnose("n1", "r1", 1, WITHIN))
     await clock.advance(2.0)
     answer = await diagnosing
-    assert isinstance(answer, Refused) and (answer.why, answer.because) == ("held", "a launch is being prepared on this node")
+    assert isinstance(answer, Refused) and (answer.why, answer.reason) == ("held", "a launch is being prepared on this node")
     await clock.advance(5.0)
     assert isinstance(await preparing, Prepared)
 
@@ -320,9 +320,9 @@ async def test_a_node_that_goes_down_under_a_diagnosis_answers_nothing_and_is_fr
 
 
 async def test_an_order_of_a_repair_is_refused_as_scripted() -> None:
-    backend = simulated(Refuse(command="reset-gpus", why="busy", because="pid 4242 uses GPU 00000000:1B:00.0", times=1))
+    backend = simulated(Refuse(command="reset-gpus", why="busy", reason="pid 4242 uses GPU 00000000:1B:00.0", times=1))
     answer = await backend.reset_gpus("n1", "r1", "n1-boot-1", (), WITHIN)
-    assert isinstance(answer, Refused) and (answer.why, "4242" in answer.because) == ("busy", True)
+    assert isinstance(answer, Refused) and (answer.why, "4242" in answer.reason) == ("busy", True)
     assert (await reset(backend))["exit_code"] == 0
     assert moments(backend)[0] == ("refused", "reset-gpus", "r1", "busy")
 
@@ -394,7 +394,7 @@ async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int
     await asyncio.gather(train(), repair("a"), repair("b"))
     await backend.settled()
     assert sum(life.kind == "started" for life in backend.lives) == 8
-    kinds = {(one.kind, one.because) for one in backend.upkeep}
+    kinds = {(one.kind, one.reason) for one in backend.upkeep}
     assert ("ended", "done") in kinds and any(kind == "refused" for kind, _ in kinds)
     assert_upkeep(backend)
 
@@ -402,8 +402,8 @@ async def test_under_chaos_no_order_touches_a_node_on_which_ranks_live(seed: int
 # --- the judge -----------------------------------------------------------------------------------------------------------
 
 
-def moment(number: int, kind: Any, command: Any, id: str, because: str = "", boot: int = 1) -> Upkeep:
-    return Upkeep(number, float(number), kind, "n1", command, id, f"n1-boot-{boot}", because)
+def moment(number: int, kind: Any, command: Any, id: str, reason: str = "", boot: int = 1) -> Upkeep:
+    return Upkeep(number, float(number), kind, "n1", command, id, f"n1-boot-{boot}", reason)
 
 
 async def test_the_invariants_see_a_repair_that_touches_a_living_rank() -> None:

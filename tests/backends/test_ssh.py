@@ -18,10 +18,10 @@ from relaunch.backends.base import Prepared, Started, StartOrder
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import connection
 from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
-from relaunch.backends.ssh.known_hosts import Standing, fingerprint, line_for
-from relaunch.backends.ssh.route import ConfigError
+from relaunch.backends.ssh.known_hosts import KeyStatus, fingerprint, line_for
+from relaunch.backends.ssh.route import SshConfigError
 from relaunch.backends.ssh.trust import host_key, remember
-from tests.backends.ssh_site import Site, agent, because, listener, site
+from tests.backends.ssh_site import Site, agent, listener, reason, site
 from tests.backends.sshd import make_key
 from tests.backends.test_contract import prepare_order, reached, token
 
@@ -146,7 +146,7 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(site: S
     locked = make_key(site.folder / "locked", passphrase="open sesame")
     host.authorized.write_text(locked.with_suffix(".pub").read_text())
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    assert "is locked by a passphrase and its key is not in the SSH agent" in await because(site.backend(host, {"key": str(locked)}))
+    assert "is locked by a passphrase and its key is not in the SSH agent" in await reason(site.backend(host, {"key": str(locked)}))
     socket_path = site.folder / "a.sock"
     words = ["ssh-agent", "-D", "-a", str(socket_path)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: ASYNC220  (it returns at once)
@@ -170,7 +170,7 @@ async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered_by_it(site: S
 async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be_trusted(site: Site) -> None:
     host = site.host(known=False)
     backend = site.backend(host)
-    said = await because(backend)
+    said = await reason(backend)
     wanted = own_fingerprint(host.public_keys[0])
     assert said == (
         f"its host key (ED25519 {wanted}) is not in {site.known_hosts}: compare it with the machine's own, then `relaunch nodes trust n1`"
@@ -178,10 +178,10 @@ async def test_an_unknown_host_key_is_refused_before_anything_is_sent_and_can_be
     assert host.logins() == 0 and "ssh2" not in host.log.read_text(), "nobody has begun to log in"
     spec = site.spec(host)
     key = await host_key(spec, spec.nodes[0])
-    assert (key.algorithm, key.fingerprint, key.standing, key.because) == ("ED25519", wanted, Standing.UNKNOWN, said)
+    assert (key.algorithm, key.fingerprint, key.standing, key.reason) == ("ED25519", wanted, KeyStatus.UNKNOWN, said)
     remember(key)
     assert site.known_hosts.read_text() == host.known_hosts
-    assert (await host_key(spec, spec.nodes[0])).standing is Standing.KNOWN
+    assert (await host_key(spec, spec.nodes[0])).standing is KeyStatus.KNOWN
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
@@ -194,7 +194,7 @@ async def test_a_changed_host_key_is_refused_with_both_and_is_not_simply_trusted
     make_key(host.host_keys[0])
     host.start()
     backend = site.backend(host)
-    said = await because(backend)
+    said = await reason(backend)
     now = own_fingerprint(host.public_keys[0])
     assert said.startswith(
         f"its host key has CHANGED (ED25519 {now}, expected {before} from {site.known_hosts}:2): somebody may be between"
@@ -223,14 +223,14 @@ async def test_a_revoked_key_is_refused_and_a_hashed_name_is_found(site: Site) -
     site.know(f"not a line\n{hashed}\n")
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
     site.know(f"@revoked * {kind} {blob}\n")
-    assert f"is revoked by {site.known_hosts}:3" in await because(site.backend(host))
+    assert f"is revoked by {site.known_hosts}:3" in await reason(site.backend(host))
     assert fingerprint(base64.b64decode(blob)) == own_fingerprint(host.public_keys[0])
 
 
 async def test_a_login_that_is_refused_names_the_user_and_what_was_offered(site: Site) -> None:
     host = site.host()
     other = make_key(site.folder / "other")
-    said = await because(site.backend(host, {"key": str(other)}))
+    said = await reason(site.backend(host, {"key": str(other)}))
     offered = f"{other} (ED25519 {own_fingerprint(other.with_suffix('.pub').read_text())})"
     assert said == f"the login of {host.user} was refused: offered {offered}"
     with pytest.raises(NeedsPerson):
@@ -239,14 +239,14 @@ async def test_a_login_that_is_refused_names_the_user_and_what_was_offered(site:
 
 async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:
     host = site.host(PubkeyAuthentication="no", PasswordAuthentication="yes")
-    assert (await because(site.backend(host))).endswith("; it takes password")
+    assert (await reason(site.backend(host))).endswith("; it takes password")
 
 
 # --- what does not answer -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_name_that_does_not_resolve_is_said_to(site: Site) -> None:
-    assert "the name 'no-such-node.invalid' does not resolve: " in await because(site.backend(None, address="no-such-node.invalid"))
+    assert "the name 'no-such-node.invalid' does not resolve: " in await reason(site.backend(None, address="no-such-node.invalid"))
 
 
 async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_for_a_moment(
@@ -255,10 +255,10 @@ async def test_a_refused_connection_is_said_to_be_and_the_node_is_left_in_peace_
     monkeypatch.setattr(ssh_backend, "BACKOFF", (1.0, 1.0))
     host = site.host(start=False)
     backend = site.backend(host)
-    said = await because(backend)
+    said = await reason(backend)
     assert said == f"{host.address}:{host.port} refused the connection: nothing listens there"
     host.start()
-    assert await because(backend) == said, "not tried again yet"
+    assert await reason(backend) == said, "not tried again yet"
     assert host.log.read_text().count("Connection from") == 0
     assert (await reached(lambda: backend.list("n1")))["outcome"] == "done"
     assert host.logins() == 1
@@ -272,7 +272,7 @@ async def test_a_node_that_refused_many_connections_is_tried_again_as_soon_as_a_
     host = site.host(start=False)
     backend = site.backend(host)
     for _ in range(2):
-        assert "refused the connection" in await because(backend)
+        assert "refused the connection" in await reason(backend)
     host.start()
     assert (await reached(lambda: backend.list("n1")))["outcome"] == "done"
 
@@ -288,7 +288,7 @@ async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(site: Site, mon
             callers[-1].setblocking(False)
             callers[-1].connect_ex(full.getsockname())
         port = full.getsockname()[1]
-        said = await because(site.backend(None, address="127.0.0.1", port=port))
+        said = await reason(site.backend(None, address="127.0.0.1", port=port))
         for caller in callers:
             caller.close()
     assert said == f"127.0.0.1:{port} gave no answer to TCP within 0.5 s"
@@ -298,7 +298,7 @@ async def test_a_hung_sshd_answers_to_tcp_and_says_nothing(site: Site, monkeypat
     monkeypatch.setattr(connection, "BANNER", 0.5)
     host = site.host()
     host.signal(signal.SIGSTOP)
-    assert "answers to TCP but says nothing: its sshd hangs" in await because(site.backend(host))
+    assert "answers to TCP but says nothing: its sshd hangs" in await reason(site.backend(host))
     host.signal(signal.SIGCONT)
 
 
@@ -306,28 +306,28 @@ async def test_a_server_that_turns_logins_away_is_said_to_close_the_connection(s
     host = site.host(MaxStartups="1:100:1", LoginGraceTime="60")
     with socket.create_connection((host.address, host.port)) as first:
         assert first.recv(4) == b"SSH-"
-        said = await because(site.backend(host))
+        said = await reason(site.backend(host))
     assert said.startswith(f"{host.address}:{host.port} closed the connection before it said who it is: too many logins at once")
 
 
 async def test_what_listens_and_is_no_ssh_server_is_said_to_be_none(site: Site) -> None:
     with listener(lambda caller: caller.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 101)) as (address, port):
-        assert await because(site.backend(None, address=address, port=port)) == f"what listens at {address}:{port} is no SSH server"
+        assert await reason(site.backend(None, address=address, port=port)) == f"what listens at {address}:{port} is no SSH server"
 
 
 async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:
     host = site.host(MaxSessions="0")
-    assert f"{host.user} is logged in, and may run no command" in await because(site.backend(host))
+    assert f"{host.user} is logged in, and may run no command" in await reason(site.backend(host))
 
 
 async def test_an_account_without_a_shell_is_told_with_its_words(site: Site) -> None:
     host = site.host(ForceCommand="echo This account is currently not available.; exit 1")
-    said = await because(site.backend(host))
+    said = await reason(site.backend(host))
     assert said == "the agent could not be started: `python3` ended with 1: This account is currently not available."
 
 
 async def test_a_node_without_python_is_said_to_have_none(site: Site) -> None:
-    said = await because(site.backend(site.host(), {"python": "python3.99"}))
+    said = await reason(site.backend(site.host(), {"python": "python3.99"}))
     assert said.startswith(
         "the agent could not be started: `python3.99` ended with 127, which is how a shell says that there is no python3.99"
     )
@@ -338,7 +338,7 @@ async def test_a_python_that_is_too_old_is_named_with_its_version(site: Site, ve
     python = Path(f"~/.pyenv/versions/{version}/bin/python").expanduser()
     if not python.exists():
         pytest.skip(f"no Python {version} here")
-    said = await because(site.backend(site.host(), {"python": str(python)}))
+    said = await reason(site.backend(site.host(), {"python": str(python)}))
     assert said == f"the agent could not be started: its Python is {version}; expected 3.8 or newer"
 
 
@@ -358,7 +358,7 @@ async def test_a_full_disk_is_said_to_be_full_and_leaves_nothing_behind(site: Si
     except subprocess.CalledProcessError:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        said = await because(site.backend(host))
+        said = await reason(site.backend(host))
         assert said.startswith(f"the agent could not be started: {host.state}/agents/") and said.endswith("No space left on device")
         assert list((host.state / "agents").iterdir()) == []
     finally:
@@ -370,7 +370,7 @@ async def test_a_folder_of_somebody_else_is_refused(site: Site) -> None:
     host = site.host()
     host.state.mkdir()
     os.chown(host.state, 65534, 65534)
-    said = await because(site.backend(host))
+    said = await reason(site.backend(host))
     assert said == f"the agent could not be started: the folder {host.state} belongs to uid 65534; expected uid 0"
     os.chown(host.state, 0, 0)
 
@@ -386,19 +386,19 @@ async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> 
     assert [one.logins() for one in (first, second, host)] == [1, 1, 1]
     assert f"Connection from {second.address}" in host.log.read_text() or "Connection from 127.0.0.1" in host.log.read_text()
     key = await host_key(spec := site.spec(host, {"proxy_jump": way}), spec.nodes[0])
-    assert key.standing is Standing.KNOWN
+    assert key.standing is KeyStatus.KNOWN
 
 
 async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_reach(site: Site) -> None:
     jump, host = site.host(known=False), site.host(start=False)
     way = f"{jump.address}:{jump.port}"
-    said = await because(site.backend(host, {"proxy_jump": way}))
+    said = await reason(site.backend(host, {"proxy_jump": way}))
     assert said.startswith(f"the jump host {jump.address} failed: its host key (ED25519 ")
     assert said.endswith(f"then `ssh {jump.address}`")
     site.know(jump.known_hosts)
-    assert (await because(site.backend(host, {"proxy_jump": way}))).startswith(f"the jump host cannot reach {host.address}:{host.port}: ")
+    assert (await reason(site.backend(host, {"proxy_jump": way}))).startswith(f"the jump host cannot reach {host.address}:{host.port}: ")
     jump.kill()
-    said = await because(site.backend(host, {"proxy_jump": way}))
+    said = await reason(site.backend(host, {"proxy_jump": way}))
     assert said == f"the jump host {jump.address} failed: {jump.address}:{jump.port} refused the connection: nothing listens there"
 
 
@@ -418,6 +418,6 @@ async def test_a_jump_host_that_fails_is_named_and_so_is_a_node_that_it_cannot_r
 )
 async def test_what_the_fleet_file_names_is_looked_at_when_it_is_read(site: Site, options: dict[str, str], config: str, named: str) -> None:
     site.config.write_text(config)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(SshConfigError) as refused:
         SshBackend(site.spec(None, options, address="127.0.0.1"), site.agent)
     assert named in str(refused.value)

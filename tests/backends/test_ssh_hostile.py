@@ -15,7 +15,7 @@ from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import channel as ssh_channel
 from relaunch.backends.ssh.backend import SshBackend
-from tests.backends.ssh_site import Site, agent, because, python_double, site
+from tests.backends.ssh_site import Site, agent, python_double, reason, site
 
 __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
@@ -43,7 +43,7 @@ async def while_others_go_on(asking: SshBackend) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         async with asyncio.timeout(30):
-            return await because(asking)
+            return await reason(asking)
     finally:
         ticking.cancel()
         assert max(pauses, default=0.0) < LONGEST_PAUSE
@@ -66,7 +66,7 @@ async def while_others_go_on(asking: SshBackend) -> str:
         pytest.param(HAVE + 'say(b"hello?\\n")\n', "the agent could not be started: b'hello?\\n'", id="no greeting"),
         pytest.param(HAVE + 'say(b"[" * 100000 + b"\\n")\n', "the agent could not be started: ", id="a greeting that is deep"),
         pytest.param(
-            HAVE + 'say(b\'{"outcome": "refused", "because": "its state is broken"}\\n\')\n',
+            HAVE + 'say(b\'{"outcome": "refused", "reason": "its state is broken"}\\n\')\n',
             "the agent could not be started: its state is broken",
             id="an agent that refuses",
         ),
@@ -123,9 +123,9 @@ async def test_an_agent_that_ends_at_once_is_not_logged_in_to_all_the_time(site:
     python_double(host, HELLO + "sys.stdin.readline(); sys.exit(3)\n")
     host.start()
     backend = site.backend(host)
-    assert await because(backend) == "the agent's session has ended with 3 (during list)"
+    assert await reason(backend) == "the agent's session has ended with 3 (during list)"
     for _ in range(3):
-        assert await because(backend) == "the agent's session has ended with 3"
+        assert await reason(backend) == "the agent's session has ended with 3"
     assert host.logins() == 1
 
 
@@ -146,7 +146,7 @@ async def test_a_hostile_node_is_in_nobody_elses_way(site: Site) -> None:
     bad.start()
     hostile, honest = site.backend(bad), site.backend(good)
     await honest.list("n1")
-    asking = asyncio.create_task(because(hostile))
+    asking = asyncio.create_task(reason(hostile))
     while not asking.done():
         async with asyncio.timeout(60):
             assert (await honest.list("n1"))["outcome"] == "done"

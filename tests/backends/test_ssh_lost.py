@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relaunch.backends.base import Backend, Prepared, Started, StartOrder, StopOrder, Unreachable
-from tests.backends.ssh_site import Site, agent, because, site
+from tests.backends.ssh_site import Site, agent, reason, site
 from tests.backends.sshd import Sshd
 from tests.backends.test_contract import heartbeats, observed, prepare_order, reached, read, token
 
@@ -52,7 +52,7 @@ async def watched(backend: Backend, host: Sshd, breaks: Callable[[], object], he
 
     with pytest.raises(Unreachable) as broken:
         await watch()
-    return broken.value.because
+    return broken.value.reason
 
 
 async def test_s2_4_an_sshd_that_is_killed_ends_no_rank_and_the_watch_resumes_by_number(site: Site) -> None:
@@ -63,7 +63,7 @@ async def test_s2_4_an_sshd_that_is_killed_ends_no_rank_and_the_watch_resumes_by
     said = await watched(backend, host, host.kill)
     assert said == "the connection was lost: the node closed it (during watch)"
     async with asyncio.timeout(PATIENCE):
-        while "refused the connection" not in await because(backend):  # noqa: ASYNC110  (a node tells nobody)
+        while "refused the connection" not in await reason(backend):  # noqa: ASYNC110  (a node tells nobody)
             await asyncio.sleep(0.05)
     assert lives(pid)
     flag.touch()  # what happens meanwhile is told afterwards

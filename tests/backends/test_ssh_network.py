@@ -79,7 +79,7 @@ async def until_broken(backend: SshBackend, breaks: Callable[[], None]) -> str:
 
     with pytest.raises(Unreachable) as lost:
         await watch()
-    return lost.value.because
+    return lost.value.reason
 
 
 async def back_within(backend: SshBackend, seconds: float) -> None:
@@ -110,7 +110,7 @@ def test_s2_4_a_network_that_loses_everything_for_a_while_is_read_as_that(
         while time.monotonic() < until:
             with pytest.raises(Unreachable) as lost:
                 await backend.list("n1")
-            said.add(lost.value.because)
+            said.add(lost.value.reason)
             await asyncio.sleep(0.1)
         assert f"{CONTROL}.11:22 gave no answer to TCP within 1 s" in said
         assert lives(pid)
@@ -141,7 +141,7 @@ def test_a_node_whose_link_is_down_is_one_that_there_is_no_way_to(lab: Lab) -> N
         lab.network.unplug(1)
         with pytest.raises(Unreachable) as lost:
             await backend.list("n1")
-        assert lost.value.because == f"there is no way to {CONTROL}.11:22: No route to host"
+        assert lost.value.reason == f"there is no way to {CONTROL}.11:22: No route to host"
         lab.network.plug(1)
         async with asyncio.timeout(60):
             while True:

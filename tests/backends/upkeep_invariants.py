@@ -65,7 +65,7 @@ def told_to_end_twice(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
     found: list[str] = []
     told: dict[tuple[str, str], Upkeep] = {}
     for entry in upkeep:
-        if entry.command != "reboot" or entry.kind != "ended" or entry.because != "done":
+        if entry.command != "reboot" or entry.kind != "ended" or entry.reason != "done":
             continue
         before = told.get((entry.node, entry.boot_id))
         if before is not None and entry.at - before.at < ORDERED_LATELY:
@@ -79,7 +79,7 @@ def rebooted_unordered(upkeep: Iterable[Upkeep]) -> tuple[str, ...]:
     found: list[str] = []
     ordered: dict[tuple[str, str], None] = {}
     for entry in upkeep:
-        if entry.command == "reboot" and entry.kind == "ended" and entry.because == "done":
+        if entry.command == "reboot" and entry.kind == "ended" and entry.reason == "done":
             ordered[entry.node, entry.id] = None
         elif entry.kind == "rebooted" and entry.id:
             if (entry.node, entry.id) not in ordered:

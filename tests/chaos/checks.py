@@ -16,7 +16,7 @@ async def violations(job: Job, expected: Expected) -> list[str]:
         return [f"nobody can tell the state of {job.name}"]
     state, found = now.state, []
     if (now.phase, state.exit_code) != (expected.phase, expected.exit_code):
-        ended = f"it ended as {now.phase} with exit code {state.exit_code}: {state.because}"
+        ended = f"it ended as {now.phase} with exit code {state.exit_code}: {state.reason}"
         found.append(f"{ended}; expected {expected.phase} with {expected.exit_code}")
     tries = tuple((str(t.cause), str(t.strategy), t.spent) for t in state.tries)
     if expected.tries is not None and tries not in expected.tries:
@@ -68,7 +68,7 @@ async def agreement(job: Job) -> list[str]:
     spent = sum(decision["spent"] for decision in decisions)
     if spent != sum(t.spent for t in state.tries) or show["budgets"]["max_restarts"]["spent"] > spent:
         found.append(f"history says that {spent} restarts were spent, show {show['budgets']['max_restarts']['spent']}")
-    if open_ones := [entry["because"] for entry in history if entry["closed"] is None]:
+    if open_ones := [entry["reason"] for entry in history if entry["closed"] is None]:
         found.append(f"the job has ended and an incident is open: {open_ones}")
     if show["incident"] is not None and show["incident"] != history[-1]:
         found.append("show's last incident is not history's")

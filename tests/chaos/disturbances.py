@@ -162,7 +162,7 @@ def _step_clock(round: Round, whose: str) -> Undo:
 
 async def _change_policy(round: Round, node: str) -> Undo:
     times = {"lease": "1.5s", "fence_after": "0.5s", "stop_grace": "0.5s"}
-    change = {"policy": {"timeouts": times}, "because": "chaos", "by": "chaos"}
+    change = {"policy": {"timeouts": times}, "reason": "chaos", "by": "chaos"}
 
     async def send() -> None:
         with contextlib.suppress(RPCError, WorkflowUpdateFailedError):  # the job has ended, or its server is away
@@ -214,7 +214,7 @@ async def _swap_addresses(round: Round) -> Undo:
     named, _ = world.places.described()
     lines = {str(line["name"]): {key: line[key] for key in ("address", "port", "network")} for line in named}
     world.write_fleet({"n1": lines["n2"], "n2": lines["n1"]})
-    _, said = await world.run_starter("nodes", "apply", "--because", "chaos", "--fleet", FLEET)
+    _, said = await world.run_starter("nodes", "apply", "--reason", "chaos", "--fleet", FLEET)
     round.note(f"addresses of n1 and n2 swapped: {' '.join(said.split())[:160]}")
 
     async def back() -> None:
@@ -222,7 +222,7 @@ async def _swap_addresses(round: Round) -> Undo:
 
         async def applied() -> bool:
             # A worker that is busy may not answer in time; the command says so, and that it has to be given again.
-            code, said = await world.run_starter("nodes", "apply", "--because", "chaos is over", "--fleet", FLEET)
+            code, said = await world.run_starter("nodes", "apply", "--reason", "chaos is over", "--fleet", FLEET)
             round.note(f"addresses as before: {' '.join(said.split())[:160]}")
             return code == 0
 

@@ -41,7 +41,7 @@ async def endure(world: World, what: tuple[str, ...], freeze: bool, minutes: flo
         job.let_end()
         await job.until_phase("SUCCEEDED")
         for incident in await job.incidents():
-            print(f"          {incident.cause}: {'; '.join(d.because for d in incident.decisions)}; {incident.outcome}")
+            print(f"          {incident.cause}: {'; '.join(d.reason for d in incident.decisions)}; {incident.outcome}")
         return await violations(job, Expected((expected,)))
 
 

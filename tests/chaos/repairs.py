@@ -107,7 +107,7 @@ async def play(world: World, victim: str, dice: random.Random) -> str:
             await job.until_steps()
         else:
             assert phase == "FAILED", f"{victim} after {delay:.2f} s: {phase} in generation {generation}"
-            assert victim in ("dcgmi", "power"), f"{victim} after {delay:.2f} s: failed: {(await job.state()).because}"
+            assert victim in ("dcgmi", "power"), f"{victim} after {delay:.2f} s: failed: {(await job.state()).reason}"
         return f"{phase} in generation {generation}"
     finally:
         healing.cancel()

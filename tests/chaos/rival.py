@@ -106,7 +106,7 @@ class Rival:
         with contextlib.suppress(AssertionError):
             await eventually(launched, f"the rival's {name} is not launched", patience)
         state = (await jobs.look(client, name)).state
-        return phase if state is None else f"{phase} ({state.because})"
+        return phase if state is None else f"{phase} ({state.reason})"
 
     async def withdraw(self) -> None:
         """Cancel its jobs, and wait until they have ended."""
@@ -119,7 +119,7 @@ class Rival:
             async def ended(name: str = name) -> bool:
                 described = await jobs.describe(client, name)
                 if described.close_time is None:
-                    await jobs.handle_of(client, name).signal("cancel", {"because": "the round is over"})
+                    await jobs.handle_of(client, name).signal("cancel", {"reason": "the round is over"})
                 return described.close_time is not None
 
             try:

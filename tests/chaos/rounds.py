@@ -154,7 +154,7 @@ class Round:
         await self._submit(rank=["--stubborn"])
         await self.job.until_phase("RUNNING")
         await self.job.until_steps()
-        await self.job.signal("cancel", {"because": "chaos"})
+        await self.job.signal("cancel", {"reason": "chaos"})
         return 1.2  # until SIGKILL after `stop_grace`, and a little beyond
 
     async def _stage_waiting_for_nodes(self) -> float:
@@ -284,7 +284,7 @@ class Round:
         if self.phase == "ended":
             return Expected((NOTHING,))
         if self.phase == "WAITING_FOR_PERSON":
-            await self.job.signal("force_retry", {"because": "chaos"})
+            await self.job.signal("force_retry", {"reason": "chaos"})
             await self.job.until_phase("RUNNING", generation=2)
         await self._end_whatever_it_takes()
         if (self.phase, self.victim) == ("RUNNING", "two servers"):
@@ -350,7 +350,7 @@ class Round:
         async def elsewhere() -> bool:
             state = await self.job.state()
             if state.phase == "QUEUED":
-                return f"{node} does not answer" in state.because
+                return f"{node} does not answer" in state.reason
             return state.phase == "RUNNING" and node not in {slot.node for slot in state.slots}
 
         await self.job.until(elsewhere, f"{self.job.name} does not train without {node}")
@@ -439,7 +439,7 @@ class Round:
         await asyncio.sleep(self.moment(4.0))
         if self.victim in CUTS:
             self._heal(node)
-        await self.job.signal("force_retry", {"because": "chaos"})
+        await self.job.signal("force_retry", {"reason": "chaos"})
         await self.job.until_phase("RUNNING", generation=2)
         await self._end()
         return Expected((NOTHING,), generation=2)

@@ -17,7 +17,7 @@ from typing import Any
 
 from temporalio.service import RPCError
 
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from tests.chaos.checks import violations
 from tests.chaos.disturbances import ON_CLOCKS, ON_DISKS
 from tests.chaos.rounds import Round
@@ -119,7 +119,7 @@ async def keep(world: World, round: Round, found: list[str], seed: int) -> Path:
         async with asyncio.timeout(10):
             history = await world.client.get_workflow_handle(f"job/{round.job.name}").fetch_history()
             (folder / "history.json").write_text(history.to_json())
-    except (TimeoutError, RPCError, Mistake) as error:
+    except (TimeoutError, RPCError, ConfigError) as error:
         (folder / "history.txt").write_text(f"it cannot be read: {error!r}")
     return folder
 

@@ -30,7 +30,7 @@ from relaunch.cli.client import GENERATION, PHASE
 from relaunch.cli.jobs import Look
 from relaunch.cli.service import HOST, SERVER_OPTIONS, choose_port, find_server
 from relaunch.cli.submit import submit
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.job.state import Incident, JobState
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, resolve
@@ -77,7 +77,7 @@ async def eventually(what: Callable[[], Awaitable[Found | None]], why: str, pati
     while True:
         try:
             found = await what()
-        except (RPCError, Mistake) as error:
+        except (RPCError, ConfigError) as error:
             seen = error
         else:
             if found is not None and found is not False:
@@ -119,7 +119,7 @@ class Process:
 def free_port() -> int:
     """Return one that no outgoing connection of another world is given before the server has bound it, as it may those of the kernel."""
     while True:
-        with contextlib.suppress(Mistake):
+        with contextlib.suppress(ConfigError):
             return choose_port("server", random.randrange(12_000, 20_000))
 
 
@@ -162,9 +162,9 @@ class Job:
             raise Unmet(f"{unmet}; {self.name} is {await self._described()}") from None
 
     async def _described(self) -> str:
-        with contextlib.suppress(RPCError, Mistake):
+        with contextlib.suppress(RPCError, ConfigError):
             now = await self.look()
-            return f"{now.phase} because {now.state.because if now.state else now.memo.get('because')!r}"
+            return f"{now.phase} because {now.state.reason if now.state else now.memo.get('reason')!r}"
         return "nobody can be asked"
 
     async def until_steps(self, more: int = 3, patience: float = PATIENCE) -> None:
@@ -465,7 +465,7 @@ class World:
         from relaunch.activities.fleet import FLEET_ID_PREFIX
 
         fleet = self.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}")
-        message = {"because": "the round is over", "by": "chaos"}
+        message = {"reason": "the round is over", "by": "chaos"}
         with contextlib.suppress(RPCError):  # no fleet runs yet
             for name in self.names:
                 await fleet.signal("release", {"node": name, **message})

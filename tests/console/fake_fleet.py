@@ -15,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.messages.jobs import AnswerMessage
     from relaunch.pool.facts import Applied
     from relaunch.pool.messages import Claim, Place, Withdraw
-    from relaunch.pool.state import Breaker, ClaimRecord, FleetState, Living, Mark, NodeLook, NodeRecord, Standing
+    from relaunch.pool.state import Breaker, ClaimRecord, FleetState, LiveGeneration, Mark, NodeProbe, NodeRecord, NodeStatus
     from relaunch.spec.fleet import FleetLimits, FleetNode
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -26,16 +26,16 @@ DEAF = "deaf"
 def node(number: int, **changes: Any) -> NodeRecord:
     name = f"gpu-{number:02}"
     spec = FleetNode.model_validate({"name": name, "address": f"10.0.0.{number}", "gpus": 8, **changes.pop("spec", {})})
-    return NodeRecord(**{"spec": spec, "look": NodeLook(name, boot_id=f"boot {number}"), "looked_at": T0, **changes})
+    return NodeRecord(**{"spec": spec, "look": NodeProbe(name, boot_id=f"boot {number}"), "looked_at": T0, **changes})
 
 
 def silent(number: int, **changes: Any) -> NodeRecord:
-    look = NodeLook(f"gpu-{number:02}", silent="connection refused")
+    look = NodeProbe(f"gpu-{number:02}", silent="connection refused")
     return node(number, **{"look": look, "silent_since": T0 - timedelta(minutes=5), **changes})
 
 
 def living(number: int, *jobs: str, **changes: Any) -> NodeRecord:
-    look = NodeLook(f"gpu-{number:02}", boot_id=f"boot {number}", living=tuple(Living(job, 7, 2) for job in jobs))
+    look = NodeProbe(f"gpu-{number:02}", boot_id=f"boot {number}", living=tuple(LiveGeneration(job, 7, 2) for job in jobs))
     return node(number, **{"look": look, **changes})
 
 
@@ -45,7 +45,7 @@ def mark(ago: timedelta, **changes: Any) -> Mark:
         "submission": 7,
         "generation": 3,
         "cause": Cause.GPU_FATAL,
-        "because": "GPU 5 fell off the bus",
+        "reason": "GPU 5 fell off the bus",
         "code": "Xid 79",
     }
     return Mark(**{"at": T0 - ago, **known, **changes})
@@ -82,7 +82,7 @@ class FakeRepair:
     async def run(self) -> str:
         await workflow.wait_condition(lambda: self._told is not None and workflow.all_handlers_finished())
         assert self._told is not None
-        return f"{self._told.decision}: {self._told.because}"
+        return f"{self._told.decision}: {self._told.reason}"
 
     @workflow.update
     async def answer(self, message: AnswerMessage) -> None:
@@ -90,7 +90,7 @@ class FakeRepair:
 
     @answer.validator
     def _check_answer(self, message: AnswerMessage) -> None:
-        if message.because == DEAF:
+        if message.reason == DEAF:
             raise ApplicationError("nothing is asked: the node is looked at", type="BadInput", non_retryable=True)
 
 
@@ -120,19 +120,19 @@ class FakeFleet:
     @workflow.signal
     def quarantine(self, message: Any = None) -> None:
         self._note(f"quarantine {sorted(message.items())}")
-        if message["because"] == DEAF:
+        if message["reason"] == DEAF:
             return
-        asked = {"because": message["because"], "by": message["by"]}
+        asked = {"reason": message["reason"], "by": message["by"]}
         drain = Withdraw(message["node"], **asked, until=T0 + timedelta(minutes=30)) if message["drain"] else None
-        self._change(message["node"], standing=Standing.QUARANTINED, since=workflow.now(), drain=drain, **asked)
+        self._change(message["node"], standing=NodeStatus.QUARANTINED, since=workflow.now(), drain=drain, **asked)
 
     @workflow.signal
     def release(self, message: Any = None) -> None:
-        self._change(message["node"], standing=Standing.IN_SERVICE, because="", by="", since=workflow.now(), drain=None)
+        self._change(message["node"], standing=NodeStatus.IN_SERVICE, reason="", by="", since=workflow.now(), drain=None)
 
     @workflow.signal
     def pause(self, message: Any = None) -> None:
-        self._state = replace(self._state, breaker=Breaker(paused=f"{message['by']}: {message['because']}", paused_since=T0))
+        self._state = replace(self._state, breaker=Breaker(paused=f"{message['by']}: {message['reason']}", paused_since=T0))
 
     @workflow.signal
     def resume(self, message: Any = None) -> None:

@@ -14,7 +14,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.state import DecisionRecord, Incident, JobState, Phase, Slot
     from relaunch.messages.jobs import AnswerMessage, JobResult, TrainingJobInput
     from relaunch.messages.logs import LogPiece, ReadIncidentsInput, ReadIncidentsOutput, ReadLogsInput, ReadLogsOutput
-    from relaunch.pool.state import Living, NodeLook
+    from relaunch.pool.state import LiveGeneration, NodeProbe
     from relaunch.spec.job import JobSpec
     from relaunch.spec.policy import preset
 
@@ -31,7 +31,7 @@ def job_state(**changes: Any) -> JobState:
 
 def incident(opened: datetime = T0, **changes: Any) -> Incident:
     decision = DecisionRecord(opened + timedelta(seconds=1), "Relaunch", "RESTART_IN_PLACE", "first try of 3", True)
-    known = {"cause": Cause.APPLICATION, "because": "rank 3 exited with code 1", "nodes": ("local-2",), "traceback": TRACEBACK}
+    known = {"cause": Cause.APPLICATION, "reason": "rank 3 exited with code 1", "nodes": ("local-2",), "traceback": TRACEBACK}
     times = {"detected": opened + timedelta(seconds=0.25), "decided": opened + timedelta(seconds=1)}
     return Incident(**{"opened": opened, "generation": 1, **known, **times, "decisions": (decision,), **changes})
 
@@ -57,14 +57,14 @@ class FakeTrainingJob:
             code = int(start.spec.command[1])
             phase = Phase.FAILED if code else Phase.SUCCEEDED
         else:
-            await workflow.wait_condition(lambda: self._state.because.startswith("cancelled"))
+            await workflow.wait_condition(lambda: self._state.reason.startswith("cancelled"))
         self._state = replace(self._state, phase=phase, exit_code=code, ended_at=T0)
         state = self._state
-        return JobResult(state.name, phase, code, state.because, state.generation, state.incidents, 0, state)
+        return JobResult(state.name, phase, code, state.reason, state.generation, state.incidents, 0, state)
 
     @workflow.signal
     def cancel(self, message: Any = None) -> None:
-        self._state = replace(self._state, because=f"cancelled: {message['because']}")
+        self._state = replace(self._state, reason=f"cancelled: {message['reason']}")
 
     @workflow.signal
     def force_retry(self, message: Any = None) -> None:
@@ -72,11 +72,11 @@ class FakeTrainingJob:
 
     @workflow.signal
     def report(self, message: Any = None) -> None:
-        self._state = replace(self._state, notices=(*self._state.notices, f"{message['node']} {message['declared']}: {message['because']}"))
+        self._state = replace(self._state, notices=(*self._state.notices, f"{message['node']} {message['declared']}: {message['reason']}"))
 
     @workflow.update
     def answer(self, message: AnswerMessage) -> str:
-        told = f"{message.decision} {message.node or message.within}: {message.because}"
+        told = f"{message.decision} {message.node or message.within}: {message.reason}"
         self._state = replace(self._state, notices=(*self._state.notices, told))
         return f"{message.decision} is taken"
 
@@ -91,10 +91,10 @@ class FakeTrainingJob:
 
 
 @activity.defn
-async def look_at_nodes(input: dict[str, Any]) -> tuple[NodeLook, ...]:
+async def probe_nodes(input: dict[str, Any]) -> tuple[NodeProbe, ...]:
     """Only local-2 answers."""
-    living = (Living("llama", 1, 1),)
-    return tuple(NodeLook(node, living=living) if node == "local-2" else NodeLook(node, "no route to host") for node in input["nodes"])
+    living = (LiveGeneration("llama", 1, 1),)
+    return tuple(NodeProbe(node, living=living) if node == "local-2" else NodeProbe(node, "no route to host") for node in input["nodes"])
 
 
 @activity.defn
@@ -111,4 +111,4 @@ async def read_logs(input: ReadLogsInput) -> ReadLogsOutput:
 
 @activity.defn
 async def read_incidents(input: ReadIncidentsInput) -> ReadIncidentsOutput:
-    return ReadIncidentsOutput((incident(T0 - timedelta(days=1), because=f"an old one of {input.job}", closed=T0 - timedelta(hours=23)),))
+    return ReadIncidentsOutput((incident(T0 - timedelta(days=1), reason=f"an old one of {input.job}", closed=T0 - timedelta(hours=23)),))

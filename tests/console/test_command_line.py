@@ -23,10 +23,10 @@ from temporalio.worker import Worker
 from relaunch.cli import jobs
 from relaunch.cli.service import find_server
 from relaunch.cli.submit import submit
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.messages.jobs import TASK_QUEUE
 from relaunch.temporal import data_converter, ensure_namespace, process_started, running_up
-from tests.console.fake_job import FakeTrainingJob, incident, look_at_nodes, read_incidents, read_logs
+from tests.console.fake_job import FakeTrainingJob, incident, probe_nodes, read_incidents, read_logs
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = str(ROOT / "starter.py")
@@ -77,7 +77,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
     async with environment:
         client = environment.client
         await ensure_namespace(client)
-        activities: list[Callable[..., Any]] = [read_logs, read_incidents, look_at_nodes]
+        activities: list[Callable[..., Any]] = [read_logs, read_incidents, probe_nodes]
         async with Worker(client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=activities):
             yield Place(client, client.service_client.config.target_host, tmp_path)
 
@@ -142,19 +142,19 @@ async def test_a_job_is_submitted_shown_retried_and_cancelled(place: Place) -> N
     assert (view["name"], view["phase"], view["nodes"]) == ("llama", "RUNNING", ["local-1", "local-2"])
     assert json.loads((await place.starter("next", "llama", "--json")).out) == {"what": "nodes are acquired", "at": None}
 
-    assert (await place.starter("retry", "llama", "--avoid", "local-2", "--because", "slow")).code == 0
-    alive = await place.starter("nodes", "declare-dead", "local-2", "--because", "unplugged")
+    assert (await place.starter("retry", "llama", "--avoid", "local-2", "--reason", "slow")).code == 0
+    alive = await place.starter("nodes", "declare-dead", "local-2", "--reason", "unplugged")
     one_sentence(alive, "node local-2 answered just now", "ranks of job llama live there", "--force declares it dead all the same")
     for reason in ("", "  "):
-        one_sentence(await place.starter("nodes", "declare-dead", "local-2", "--because", reason, "--force"), "--because is empty")
-    told = await place.starter("nodes", "declare-dead", "local-2", "--because", "unplugged", "--force")
+        one_sentence(await place.starter("nodes", "declare-dead", "local-2", "--reason", reason, "--force"), "--reason is empty")
+    told = await place.starter("nodes", "declare-dead", "local-2", "--reason", "unplugged", "--force")
     assert (told.code, told.out) == (0, "node local-2 is dead: told llama\n"), told
-    one_sentence(await place.starter("nodes", "declare-dead", "n9", "--because", "x"), "n9", "no running job")
+    one_sentence(await place.starter("nodes", "declare-dead", "n9", "--reason", "x"), "n9", "no running job")
     now = await jobs.look(place.client, "llama")
     assert now.state is not None
     assert (now.state.generation, now.state.notices) == (2, ("['local-2']", "local-2 dead: unplugged"))
 
-    assert (await place.starter("cancel", "llama", "--because", "enough")).code == 0
+    assert (await place.starter("cancel", "llama", "--reason", "enough")).code == 0
     followed = await place.starter("follow", "llama")
     assert (followed.code, "llama CANCELLED: cancelled: enough" in followed.out) == (143, True), followed
     one_sentence(await place.starter("cancel", "llama"), "llama has ended (CANCELLED)")
@@ -217,36 +217,36 @@ async def test_a_closed_job_is_shown_from_its_result_and_an_open_one_from_its_me
     assert (now.source, now.open, now.phase) == ("result", False, "SUCCEEDED")
     spec = now.state.spec.model_copy(update={"name": "orphan"}) if now.state else None
     assert spec is not None and now.state is not None
-    await submit(place.client, "nobody-polls", spec, now.state.policy, because="try")
+    await submit(place.client, "nobody-polls", spec, now.state.policy, reason="try")
     shown = await place.starter("show", "orphan", "--json")
     view = json.loads(shown.out)
-    assert (view["phase"], view["because"], view["source"]) == ("QUEUED", "try", "memo")
-    with pytest.raises(Mistake, match="orphan: no worker answers"):
+    assert (view["phase"], view["reason"], view["source"]) == ("QUEUED", "try", "memo")
+    with pytest.raises(ConfigError, match="orphan: no worker answers"):
         await jobs.incidents(place.client, TASK_QUEUE, await jobs.look(place.client, "orphan"))
 
 
 @pytest.mark.long
 async def test_a_job_is_answered_and_what_is_no_answer_is_one_sentence(place: Place) -> None:
     await place.starter("submit", place.write_job("asks"))
-    told = await place.starter("answer", "asks", "snooze", "--within", "2h", "--because", "breakfast")
+    told = await place.starter("answer", "asks", "snooze", "--within", "2h", "--reason", "breakfast")
     assert (told.code, told.out) == (0, "job asks: snooze is taken\n"), told
     now = await jobs.look(place.client, "asks")
     assert now.state is not None
     assert now.state.notices == ("snooze 2:00:00: breakfast",)
-    one_sentence(await place.starter("answer", "asks", "deny", "--because", "x"), "it is RUNNING and asks nothing")
+    one_sentence(await place.starter("answer", "asks", "deny", "--reason", "x"), "it is RUNNING and asks nothing")
     one_sentence(
-        await place.starter("answer", "asks", "maybe", "--because", "x"),
+        await place.starter("answer", "asks", "maybe", "--reason", "x"),
         "'maybe' is no answer, expected approve, deny, snooze or take-over",
     )
-    one_sentence(await place.starter("answer", "asks", "deny", "--within", "2h", "--because", "x"), "--within 2h", "expected snooze")
-    one_sentence(await place.starter("answer", "asks", "snooze", "--within", "soon", "--because", "x"), "within", "'soon'")
-    one_sentence(await place.starter("answer", "nobody", "deny", "--because", "x"), "nobody")
-    told = await place.starter("answer", "asks", "deny", "--node", "n2", "--because", "evaluation ends at noon")
+    one_sentence(await place.starter("answer", "asks", "deny", "--within", "2h", "--reason", "x"), "--within 2h", "expected snooze")
+    one_sentence(await place.starter("answer", "asks", "snooze", "--within", "soon", "--reason", "x"), "within", "'soon'")
+    one_sentence(await place.starter("answer", "nobody", "deny", "--reason", "x"), "nobody")
+    told = await place.starter("answer", "asks", "deny", "--node", "n2", "--reason", "evaluation ends at noon")
     assert (told.code, told.out) == (0, "job asks: deny is taken\n"), told
     now = await jobs.look(place.client, "asks")
     assert now.state is not None and now.state.notices[-1] == "deny n2: evaluation ends at noon"
-    one_sentence(await place.starter("answer", "asks", "snooze", "--node", "n2", "--because", "x"), "--node n2", "expected approve")
-    one_sentence(await place.starter("answer", "asks", "deny", "--node", "n 2", "--because", "x"), "node", "'n 2'")
+    one_sentence(await place.starter("answer", "asks", "snooze", "--node", "n2", "--reason", "x"), "--node n2", "expected approve")
+    one_sentence(await place.starter("answer", "asks", "deny", "--node", "n 2", "--reason", "x"), "node", "'n 2'")
 
 
 async def test_archived_incidents_come_before_those_still_held(place: Place) -> None:
@@ -258,7 +258,7 @@ async def test_archived_incidents_come_before_those_still_held(place: Place) -> 
 
     archived = replace(now, state=replace(held, incidents_archived=1))
     entries, missing = await jobs.incidents(place.client, TASK_QUEUE, archived)
-    assert ([entry.because for entry in entries], missing) == (["an old one of done", incident().because], None)
+    assert ([entry.reason for entry in entries], missing) == (["an old one of done", incident().reason], None)
 
 
 def test_up_serves_is_found_by_its_state_folder_and_takes_its_server_along_when_killed(tmp_path: Path) -> None:

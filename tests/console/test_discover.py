@@ -12,7 +12,7 @@ from relaunch.backends.ecs.aws import AwsError, Kind
 from relaunch.cli import app, direct
 from relaunch.cli.discover import Found, _cannot, _flow, names, sort_out
 from relaunch.cli.files import read_fleet
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
 from tests.doubles.aws import AwsDouble, Delays
 from tests.doubles.aws_caller import Caller, until
@@ -168,5 +168,5 @@ def test_a_tag_that_yaml_would_take_for_something_else_stays_a_name() -> None:
 def test_nodes_check_file_says_who_looks_at_container_instances() -> None:
     nodes = [{"name": "gpu-01", "address": "i-0123456789abcdef0"}]
     spec = FleetSpec.model_validate({"name": "lab", "backend": "ecs", "nodes": nodes, "ecs": {"cluster": "training"}})
-    with pytest.raises(Mistake, match=r"expected `relaunch nodes check NODE --fleet lab`, which asks a running worker"):
+    with pytest.raises(ConfigError, match=r"expected `relaunch nodes check NODE --fleet lab`, which asks a running worker"):
         direct.nodes_of(spec, Path("lab.yaml"), ())

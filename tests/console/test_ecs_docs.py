@@ -17,7 +17,7 @@ from botocore.model import ServiceModel
 from botocore.validate import ParamValidator
 
 from relaunch.backends.ecs.backend import EcsBackend
-from relaunch.backends.ecs.legacy_rows import JobStatus, NodeStatus, TaskStatus
+from relaunch.backends.ecs.legacy_rows import JobStatus, LegacyStatus, TaskStatus
 from relaunch.backends.ecs.options import TABLES, VARIABLES, options
 from relaunch.backends.ecs.tasks import read_definition, the_container
 from relaunch.cli import app
@@ -142,7 +142,7 @@ def test_its_variables_and_statuses_are_those_of_the_code() -> None:
     for key, variable in VARIABLES.items():
         assert f"| `{variable}` | `{key}` |" in PAGE
     assert f"| {', '.join(f'`{variable}`' for variable in TABLES.values())} | `tables: " in PAGE
-    for table, statuses in (("ecs_job", JobStatus), ("ecs_task", TaskStatus), ("ecs_node", NodeStatus)):
+    for table, statuses in (("ecs_job", JobStatus), ("ecs_task", TaskStatus), ("ecs_node", LegacyStatus)):
         line = next(line for line in PAGE.splitlines() if line.startswith(f"| `{table}` |"))
         assert set(re.findall(r"`([A-Z_]+)`", line)) - {"NODE_LOST"} == set(statuses)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from relaunch.cli.explain import KINDS, explain, lines_of, view_of
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.evidence.catalog import catalog
 from relaunch.spec.policy import Policy, preset, resolve
 from tests.console.test_command_line import ROOT, one_sentence, starter
@@ -56,13 +56,13 @@ def test_an_xid_is_nvidias_row_our_cause_and_the_note_where_sources_disagree() -
                 "code": "Xid 79",
                 "role": "root",
                 "cause": "GPU_FATAL",
-                "because": catalog().xids[79].meaning,
+                "reason": catalog().xids[79].meaning,
                 "gpu": None,
                 "pid": None,
                 "line": None,
             }
         ],
-        "because": catalog().xids[79].meaning,
+        "reason": catalog().xids[79].meaning,
         "nvidia": {
             "mnemonic": "ROBUST_CHANNEL_GPU_HAS_FALLEN_OFF_THE_BUS",
             "description": "GPU has fallen off the bus",
@@ -118,7 +118,7 @@ def test_the_root_of_a_log_is_not_its_first_line_when_that_is_a_cascade(tmp_path
 
 def test_a_file_without_evidence_names_no_cause(tmp_path: Path) -> None:
     made = view("log", write(tmp_path, "step 1\nstep 2\n"))
-    assert (made["cause"], made["findings"], made["because"]) == (None, [], "nothing in it names a cause")
+    assert (made["cause"], made["findings"], made["reason"]) == (None, [], "nothing in it names a cause")
     assert text("kernel", write(tmp_path, "")) == "0 lines read\n\nnothing in it names a cause"
 
 
@@ -139,7 +139,7 @@ def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:
 def test_a_dcgm_report_is_a_verdict(file: str, exit_code: int | None, verdict: str) -> None:
     made = view("dcgm", str(DCGM / file), exit_code=exit_code)
     assert made["verdict"] == verdict
-    assert made["because"] and made["advice"]
+    assert made["reason"] and made["advice"]
 
 
 def test_a_policy_adds_what_it_would_do_first_for_that_code() -> None:
@@ -151,7 +151,7 @@ def test_a_policy_adds_what_it_would_do_first_for_that_code() -> None:
 
 def test_a_policys_own_rows_count(tmp_path: Path) -> None:
     rows = {
-        "xid": {63: {"cause": "GPU_RESET", "because": "our fleet resets at once"}},
+        "xid": {63: {"cause": "GPU_RESET", "reason": "our fleet resets at once"}},
         "exit": {"exit 42": {"cause": "PREEMPTED", "meaning": "our scheduler took the node"}},
         "log": [{"id": "ours", "pattern": "lost quorum", "cause": "STORAGE", "meaning": "our store is gone"}],
     }
@@ -176,13 +176,13 @@ def test_a_policys_own_rows_count(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_explained_is_refused_in_one_sentence(kind: str, what: str, expected: str) -> None:
-    with pytest.raises(Mistake) as refused:
+    with pytest.raises(ConfigError) as refused:
         explain(kind, what, None, None)
     assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_an_exit_code_of_dcgmi_says_nothing_about_other_evidence() -> None:
-    with pytest.raises(Mistake, match="--exit-code: 3 is of no use to explain xid"):
+    with pytest.raises(ConfigError, match="--exit-code: 3 is of no use to explain xid"):
         explain("xid", "79", 3, None)
 
 
@@ -192,7 +192,7 @@ def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_as_people_type_it(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("catalog: {xid: {79: {cause: GPU_RESET, because: ours come back}}}\n")
+    (tmp_path / "mine.yaml").write_text("catalog: {xid: {79: {cause: GPU_RESET, reason: ours come back}}}\n")
     done = await starter(tmp_path, "explain", "xid", "79", "--policy", "mine.yaml")
     assert done.code == 0 and "GPU_RESET, a root" in done.out and "mine.yaml first: RESET_GPU" in done.out, done
     assert json.loads((await starter(tmp_path, "explain", "exit", "137", "--json")).out)["cause"] == "UNKNOWN"

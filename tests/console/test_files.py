@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relaunch.cli.files import job_from_flags, read_fleet, read_job, read_policy
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 
 JOB = """\
 name: llama
@@ -44,7 +44,7 @@ env:
 def test_a_mistake_in_a_job_file_is_one_sentence_with_its_line(tmp_path: Path, text: str, line: int, words: tuple[str, ...]) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(text)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_job(path, {})
     sentence = str(caught.value)
     assert sentence.startswith(f"{path}:{line}: ")
@@ -58,11 +58,11 @@ def test_flags_win_over_the_file_and_a_bad_flag_is_named(tmp_path: Path) -> None
     spec, _ = read_job(path, {"nodes": 4, "name": "other"})
     assert (spec.node_count, spec.name, spec.env) == (4, "other", {"DEBUG": "1"})
     assert read_job(path, {"nodes": "3:4"})[0].size == "3 to 4 ranks on 3 to 4 nodes"
-    with pytest.raises(Mistake, match=r"^--nodes: min is 4 and max is 3: min must not exceed max$"):
+    with pytest.raises(ConfigError, match=r"^--nodes: min is 4 and max is 3: min must not exceed max$"):
         read_job(path, {"nodes": "4:3"})
-    with pytest.raises(Mistake, match=r"^--nodes: 0 is not a number of nodes"):
+    with pytest.raises(ConfigError, match=r"^--nodes: 0 is not a number of nodes"):
         read_job(path, {"nodes": 0})
-    with pytest.raises(Mistake, match=r"^--name: '\.\.' is not a name"):
+    with pytest.raises(ConfigError, match=r"^--name: '\.\.' is not a name"):
         job_from_flags({"name": "..", "command": ["a"]})
 
 
@@ -74,25 +74,25 @@ def test_a_policy_is_a_preset_a_file_beside_the_job_or_a_mapping(tmp_path: Path)
     assert spec.metadata.annotations == {"a/b": "8"}
     assert read_policy({"max_restarts": 1}).max_restarts == 1
     (tmp_path / "mine.yaml").write_text("max_restarts: -1\n")
-    with pytest.raises(Mistake, match=r"mine.yaml:1: max_restarts: .*greater than or equal to 0"):
+    with pytest.raises(ConfigError, match=r"mine.yaml:1: max_restarts: .*greater than or equal to 0"):
         read_job(tmp_path / "job.yaml", {})
 
 
 def test_a_file_that_is_missing_or_no_text_is_said(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"none\.yaml cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
         read_job(tmp_path / "none.yaml", {})
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(Mistake, match="not a text file"):
+    with pytest.raises(ConfigError, match="not a text file"):
         read_job(tmp_path / "binary.yaml", {})
 
 
 def test_two_nodes_of_one_address_are_a_mistake_of_the_fleet_file(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("name: lab\nbackend: local\nnodes:\n  - {name: a, address: x}\n  - {name: b, address: x}\n")
-    with pytest.raises(Mistake, match=r"fleet.yaml:3: nodes: nodes a and b have the same address 'x'"):
+    with pytest.raises(ConfigError, match=r"fleet.yaml:3: nodes: nodes a and b have the same address 'x'"):
         read_fleet(path)
     path.write_text("name: lab\nbackend: local\nnodes:\n  - {name: a, address: x}\n  - {name: b, adress: y}\n")
     with pytest.raises(
-        Mistake, match=r"fleet.yaml:5: nodes.1.adress: unknown key, did you mean address\?|fleet.yaml:5: nodes.1.address: missing"
+        ConfigError, match=r"fleet.yaml:5: nodes.1.adress: unknown key, did you mean address\?|fleet.yaml:5: nodes.1.address: missing"
     ):
         read_fleet(path)

@@ -17,7 +17,7 @@ import pytest
 from relaunch.cli import direct
 from relaunch.cli.node_check import Found, Row, rows, runs
 from relaunch.cli.trust import trust
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
 from tests.backends.ssh_site import Site, agent, python_double, site
 from tests.backends.sshd import Sshd, eventually, make_key
@@ -138,7 +138,7 @@ async def test_a_wrong_training_network_is_found_on_the_node_itself(site: Site) 
 
 
 async def test_a_node_that_the_file_does_not_have_is_named(site: Site) -> None:
-    with pytest.raises(Mistake, match=r"^lab\.yaml has no node 'n7': it has n1$"):
+    with pytest.raises(ConfigError, match=r"^lab\.yaml has no node 'n7': it has n1$"):
         await checked(site, fleet_of(site, site.host()), "n7")
 
 
@@ -219,7 +219,7 @@ async def test_a_jump_host_is_not_stormed_by_many_nodes_behind_it(site: Site) ->
     ssh["proxy_jump"] = f"{jump.user}@{jump.address}:{jump.port}"
     spec = FleetSpec.model_validate({"name": "lab", "backend": "ssh", "nodes": nodes, "ssh": ssh})
     found = await direct.keys_of(spec, Path("lab.yaml"), ())
-    assert {str(getattr(one, "because", "")).partition(" 127.0.0.99:")[0] for one in found} == {"the jump host cannot reach"}
+    assert {str(getattr(one, "reason", "")).partition(" 127.0.0.99:")[0] for one in found} == {"the jump host cannot reach"}
     assert jump.logins() == 20
 
 

@@ -26,16 +26,16 @@ from relaunch.evidence.findings import Verdict
 from relaunch.pool.facts import Applied
 from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory
 from relaunch.pool.messages import PermitRequest, Place, Withdraw
-from relaunch.pool.state import Breaker, FleetState, NodeLook, NodeRecord, Offered, Standing
+from relaunch.pool.state import Breaker, FleetState, NodeProbe, NodeRecord, NodeStatus, Offered
 from relaunch.spec.fleet import FleetLimits
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent
 
-KEYS = {"name", "state", "job", "gpus", "health", "because", "by", "history", "findings", "boot_id"}
+KEYS = {"name", "state", "job", "gpus", "health", "reason", "by", "history", "findings", "boot_id"}
 HOUR = timedelta(hours=1)
-OUT: dict[str, Any] = {"standing": Standing.QUARANTINED, "because": "flaky NVLink", "by": "grace@ops", "since": T0 - 3 * HOUR}
-SUSPECT: dict[str, Any] = {"standing": Standing.SUSPECT, "because": "Xid 79", "by": "job llama", "since": T0 - HOUR}
-HEALTHY: dict[str, Any] = {"verdict": Verdict.HEALTHY, "verdict_at": T0 - 3 * HOUR, "verdict_because": "nothing was found"}
-UNHEALTHY: dict[str, Any] = {**HEALTHY, "verdict": Verdict.UNHEALTHY, "verdict_because": "Xid 79 on GPU 5"}
+OUT: dict[str, Any] = {"standing": NodeStatus.QUARANTINED, "reason": "flaky NVLink", "by": "grace@ops", "since": T0 - 3 * HOUR}
+SUSPECT: dict[str, Any] = {"standing": NodeStatus.SUSPECT, "reason": "Xid 79", "by": "job llama", "since": T0 - HOUR}
+HEALTHY: dict[str, Any] = {"verdict": Verdict.HEALTHY, "verdict_at": T0 - 3 * HOUR, "verdict_reason": "nothing was found"}
+UNHEALTHY: dict[str, Any] = {**HEALTHY, "verdict": Verdict.UNHEALTHY, "verdict_reason": "Xid 79 on GPU 5"}
 DRAIN = Withdraw("gpu-01", "flaky NVLink", "grace@ops", T0 + 12 * HOUR / 60)
 
 
@@ -45,13 +45,13 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("record", "places", "expected", "because"),
+    ("record", "places", "expected", "reason"),
     [
         (node(1), (), "free", ""),
         (node(1), (Place("gpu-01"),), "busy", ""),
         (living(1, "orphan"), (), "busy", "ranks of orphan live there, by no claim that the fleet knows"),
         (node(1, **SUSPECT), (), "suspect", "Xid 79 (job llama, 60m ago)"),
-        (node(1, **{**SUSPECT, "standing": Standing.REPAIRING}), (), "repairing", "Xid 79 (job llama, 60m ago)"),
+        (node(1, **{**SUSPECT, "standing": NodeStatus.REPAIRING}), (), "repairing", "Xid 79 (job llama, 60m ago)"),
         (node(1, repair="repair/default/gpu-01/run"), (), "repairing", "repair/default/gpu-01 is under way"),
         (node(1, repair="repair/default/gpu-01", repair_since=T0), (), "repairing", "repair/default/gpu-01 is under way (0s ago)"),
         (node(1, **OUT), (), "quarantined", "flaky NVLink (grace@ops, 3h ago)"),
@@ -72,16 +72,16 @@ def cells(state: FleetState, name: str = "gpu-01") -> list[str]:
             "flaky NVLink (grace@ops, 3h ago); does not answer since 2026-03-01T11:55:00Z (5m ago): connection refused",
         ),
         (node(1, look=None, looked_at=None), (), "silent", "nobody has looked at it yet"),
-        (node(1, look=NodeLook("gpu-01", held="repair (x) works on it")), (), "held", "repair (x) works on it"),
-        (node(1, look=NodeLook("gpu-01", held="check (x) works on it")), (Place("gpu-01"),), "held", "check (x) works on it"),
+        (node(1, look=NodeProbe("gpu-01", held="repair (x) works on it")), (), "held", "repair (x) works on it"),
+        (node(1, look=NodeProbe("gpu-01", held="check (x) works on it")), (Place("gpu-01"),), "held", "check (x) works on it"),
     ],
 )
 def test_a_node_is_in_the_state_that_keeps_it_from_others_with_its_reason(
-    record: NodeRecord, places: tuple[Place, ...], expected: str, because: str
+    record: NodeRecord, places: tuple[Place, ...], expected: str, reason: str
 ) -> None:
     state = fleet(record, claims=(claim("llama", *places),) if places else ())
     found = cells(state)
-    assert (found[1], found[-1]) == (expected, because)
+    assert (found[1], found[-1]) == (expected, reason)
     assert expected in STATES and rows(state)[0]["state"] == expected
     assert found[2] == ("llama" if places else "orphan" if record.look and record.look.living else "")
 
@@ -128,7 +128,7 @@ def test_ranks_that_live_somewhere_by_no_claim_count_as_having_all_of_it() -> No
 def test_only_an_examination_that_nothing_has_followed_is_health(record: NodeRecord, verdict: str, says: str) -> None:
     row = rows(fleet(record))[0]
     assert (row["health"], cells(fleet(record))[4]) == (verdict, says)
-    assert row["health_because"] == (says if verdict == "UNKNOWN" else record.verdict_because)
+    assert row["health_reason"] == (says if verdict == "UNKNOWN" else record.verdict_reason)
     assert row["examined_at"] == ("2026-03-01T09:00:00Z" if record.verdict else None)
 
 
@@ -160,8 +160,8 @@ def test_list_has_the_promised_keys_and_is_json() -> None:
     one, two = json.loads(json.dumps(rows(state)))
     assert one.keys() >= KEYS
     assert (one["name"], one["job"], one["gpus"], one["by"], one["since"]) == ("gpu-01", None, 8, "job llama", "2026-03-01T11:00:00Z")
-    assert one["history"][0].items() >= {"at": "2026-03-01T11:00:00Z", "what": "fault", "because": "GPU 5 fell off the bus"}.items()
-    assert one["findings"] == [{"code": "Xid 79", "role": "root", "gpu": "0000:3b:00.0", "because": "GPU 5 fell off the bus"}]
+    assert one["history"][0].items() >= {"at": "2026-03-01T11:00:00Z", "what": "fault", "reason": "GPU 5 fell off the bus"}.items()
+    assert one["findings"] == [{"code": "Xid 79", "role": "root", "gpu": "0000:3b:00.0", "reason": "GPU 5 fell off the bus"}]
     assert (two["state"], two["job"], two["jobs"], two["gpus_used"], two["by"]) == ("busy", "llama", ["llama"], 8, None)
 
 
@@ -170,15 +170,15 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
     request = PermitRequest("repair/default/gpu-01", "run", 1, "gpu-01", "reboot", "Xid 79", T0)
     state = fleet(
         node(1),
-        breaker=Breaker(because="3 of 8 nodes are out, nodes_out allows 2", since=T0 - HOUR, paused="grace@ops: maintenance"),
+        breaker=Breaker(reason="3 of 8 nodes are out, nodes_out allows 2", since=T0 - HOUR, paused="grace@ops: maintenance"),
         claims=(claim("llama", nodes=4, said="2 of 4 nodes: gpu-03 is quarantined"), claim("gone", nodes=2, closed=True)),
         requests=(request,),
         awaited=("mixtral",),
     )
     assert fleet_notes(state, T0) == [
         "the breaker is open since 2026-03-01T11:00:00Z (60m ago), so nothing is granted or repaired:"
-        " 3 of 8 nodes are out, nodes_out allows 2; `relaunch nodes resume --fleet default --because …`",
-        "repairs are paused by grace@ops: maintenance; `relaunch nodes resume --fleet default --because …`",
+        " 3 of 8 nodes are out, nodes_out allows 2; `relaunch nodes resume --fleet default --reason …`",
+        "repairs are paused by grace@ops: maintenance; `relaunch nodes resume --fleet default --reason …`",
         "the fleet was started anew and asks what they hold: mixtral",
         "llama waits for 4 nodes since 2026-03-01T12:00:00Z (0s ago): 2 of 4 nodes: gpu-03 is quarantined",
         "repair/default/gpu-01 waits for a permit to reboot gpu-01: Xid 79",
@@ -186,7 +186,7 @@ def test_what_holds_up_the_whole_fleet_is_said_with_what_ends_it() -> None:
     view = json.loads(json.dumps(fleet_view(state)))
     assert (view["breaker"]["open"], view["waiting"][0]["job"], view["nodes"]["free"]) == (True, "llama", 1)
     assert fleet_lines(state, T0)[0] == "fleet       default: 1 node, 1 free"
-    assert view["limits"]["leave_within"] == 7200.0
+    assert view["limits"]["drain_within"] == 7200.0
 
 
 def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
@@ -227,7 +227,7 @@ def test_a_node_is_shown_with_all_that_is_known_of_it() -> None:
 
 
 def test_what_a_file_changes_is_named_node_by_node() -> None:
-    leaving_node = node(3, standing=Standing.QUARANTINED, by="fleet file", because="it is no longer in the fleet file", gone=True)
+    leaving_node = node(3, standing=NodeStatus.QUARANTINED, by="fleet file", reason="it is no longer in the fleet file", gone=True)
     state = fleet(node(1), node(2), leaving_node, claims=(claim("llama", Place("gpu-03")),))
     same = Applied(state.repairs, (node(1).spec, node(2).spec), state.limits)
     assert changes(state, same) == []
@@ -304,7 +304,7 @@ def test_s2_10_nodes_list_shows_what_a_node_has_as_it_was_read_and_who_else_uses
 
 
 @pytest.mark.parametrize(
-    ("record", "gpus", "because"),
+    ("record", "gpus", "reason"),
     [
         (
             read(Inventory(unreadable="libnvidia-ml.so.1 is not on this node")),
@@ -315,15 +315,15 @@ def test_s2_10_nodes_list_shows_what_a_node_has_as_it_was_read_and_who_else_uses
         (read(replace(READ, model="NVIDIA A100, NVIDIA H100", used=())), "0/8 x A100, H100", ""),
         (read(READ, spec={"gpus": 0}), "-", ""),
         (
-            read(replace(READ, count=7, used=()), **{**SUSPECT, "because": "7 of 8 GPUs answer"}),
+            read(replace(READ, count=7, used=()), **{**SUSPECT, "reason": "7 of 8 GPUs answer"}),
             "0/8 x H100 80GB HBM3",
             "7 of 8 GPUs answer (job llama, 60m ago)",
         ),
     ],
 )
-def test_what_is_odd_about_gpus_is_a_remark(record: NodeRecord, gpus: str, because: str) -> None:
+def test_what_is_odd_about_gpus_is_a_remark(record: NodeRecord, gpus: str, reason: str) -> None:
     row = cells(fleet(record))
-    assert (row[3], row[6]) == (gpus, because)
+    assert (row[3], row[6]) == (gpus, reason)
 
 
 def test_s2_10_a_node_is_shown_with_each_gpu_its_memory_and_who_computes_there() -> None:

@@ -11,17 +11,17 @@ from relaunch.cli.repairs import print_nodes, row
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import Health
 from relaunch.messages.nodes import NodeHealth
-from relaunch.pool.state import FleetState, NodeRecord, Standing
+from relaunch.pool.state import FleetState, NodeRecord, NodeStatus
 from relaunch.spec.fleet import FleetNode
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 HEALTHY = NodeHealth("n1", 8, Health(Verdict.HEALTHY, "8 GPUs by NVML: nothing found", boot_id="b1"))
-KEPT = NodeRecord(FleetNode(name="n1", address="10.0.0.1", gpus=8), Standing.QUARANTINED, "flaky NVLink", "grace", NOW)
+KEPT = NodeRecord(FleetNode(name="n1", address="10.0.0.1", gpus=8), NodeStatus.QUARANTINED, "flaky NVLink", "grace", NOW)
 
 
 def test_a_healthy_node_that_a_person_has_quarantined_is_not_called_free(capsys: pytest.CaptureFixture[str]) -> None:
     kept = row(HEALTHY, KEPT)
-    assert (kept["state"], kept["standing"], kept["by"], kept["reason"]) == ("quarantined", "quarantined", "grace", "flaky NVLink")
+    assert (kept["state"], kept["standing"], kept["by"], kept["standing_reason"]) == ("quarantined", "quarantined", "grace", "flaky NVLink")
     assert kept["health"] == "HEALTHY"
     print_nodes([kept], NOW)
     words = " ".join(capsys.readouterr().out.split())
@@ -30,7 +30,7 @@ def test_a_healthy_node_that_a_person_has_quarantined_is_not_called_free(capsys:
 
 def test_a_node_that_jobs_are_given_is_free() -> None:
     free = row(HEALTHY)
-    assert (free["state"], free["standing"], free["by"], free["reason"]) == ("free", "in service", None, "")
+    assert (free["state"], free["standing"], free["by"], free["standing_reason"]) == ("free", "in service", None, "")
 
 
 async def test_a_fleet_tells_which_nodes_it_keeps_from_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from temporalio.client import Client, WorkflowHistory
 
 from relaunch.cli.policies import change, read, read_changes, trial_lines, trial_view, try_on_events, try_on_history
 from relaunch.cli.policy_views import PRESETS, WIDTH, policy_lines, policy_view
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
 from relaunch.job.replay import replay
 from relaunch.job.state import Phase
@@ -61,7 +61,7 @@ async def test_presets_lists_each_with_a_line_of_what_it_is(tmp_path: Path) -> N
 )
 def test_a_mistake_in_a_policy_is_one_sentence_with_file_and_line(tmp_path: Path, text: str, expected: tuple[str, ...]) -> None:
     (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         read(str(tmp_path / "bad.yaml"))
     assert all(word in str(caught.value) for word in expected) and "\n" not in str(caught.value), caught.value
 
@@ -128,7 +128,7 @@ async def test_causes_that_share_a_ladder_are_drawn_once_and_one_cause_alone(tmp
     alone = (await starter(tmp_path, "policy", "explain", "default", "--cause", "hang")).out
     assert "\nHANG\n  1  RESTART_IN_PLACE  2 tries" in alone and "STORAGE" not in alone
     one_sentence(await starter(tmp_path, "policy", "explain", "default", "--cause", "HUNG"), "'HUNG' is no cause", "HANG")
-    with pytest.raises(Mistake, match=r"'harsh' is neither a preset .* nor a file"):
+    with pytest.raises(ConfigError, match=r"'harsh' is neither a preset .* nor a file"):
         read("harsh")
 
 
@@ -158,7 +158,7 @@ def test_values_of_set_are_yaml_and_keys_are_at_most_two_deep() -> None:
     ],
 )
 def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(source: str | None, words: tuple[str, ...], expected: str) -> None:
-    with pytest.raises(Mistake, match=re.escape(expected)):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         read_changes(source, words)
 
 
@@ -166,11 +166,11 @@ def test_a_change_that_says_nothing_is_refused_before_any_job_is_asked(source: s
 @pytest.mark.long
 async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(server: Client, tmp_path: Path) -> None:
     async def refused(job: str, *words: str, file: str | None = None) -> str:
-        with pytest.raises(Mistake) as caught:
+        with pytest.raises(ConfigError) as caught:
             await change(server, job, read_changes(file, words), "a long night")
         return str(caught.value)
 
-    words = ("policy", "change", "llama", "--because", "a long night")
+    words = ("policy", "change", "llama", "--reason", "a long night")
     address = {"TEMPORAL_ADDRESS": server.service_client.config.target_host}
     assert "no job 'nobody'" in await refused("nobody", "max_restarts=9")
     async with rig(server, tmp_path, Script((Progress(hangs=True),))) as one:
@@ -188,7 +188,7 @@ async def test_the_policy_of_a_running_job_is_changed_and_what_changed_is_said(s
             ],
         ), done
         state = await job.until(lambda s: s.policy.max_restarts == 12, "changed")
-        assert state.policy_changes[-1].because == "a long night" and "@" in state.policy_changes[-1].by
+        assert state.policy_changes[-1].reason == "a long night" and "@" in state.policy_changes[-1].by
         nothing = await change(server, "llama", read_changes(None, ["max_restarts=12"]), "again")
         assert nothing == ["job llama: nothing to change, its policy says so already"]
         (tmp_path / "short.yaml").write_text("max_restarts: 3\ntimeouts:\n  leese: 1s\n")
@@ -239,7 +239,7 @@ async def test_a_policy_is_replayed_over_all_runs_of_a_real_job(server: Client, 
         assert any(line.endswith("[then Relaunch RESTART_IN_PLACE]") for line in lines), lines
         assert lines[-2] == f"{len(same['decisions'])} decisions, 1 differ"
         assert lines[-1].startswith("this policy would have ended the job at 20")
-        with pytest.raises(Mistake, match="job llama has no run '0d7e2ae9"):
+        with pytest.raises(ConfigError, match="job llama has no run '0d7e2ae9"):
             await try_on_history(server, "llama", preset("default"), "0d7e2ae9-5a4f-4d29-8c8e-3e0f6ff0a9be")
 
 
@@ -279,7 +279,7 @@ async def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     assert view["differ"] == 0 and all(each["then"] is None for each in view["decisions"])
     faults = [(each["at"], each["strategy"]) for each in view["decisions"] if each["event"] in ("FaultObserved", "RanksHung")]
     assert faults == [("+12m", "RESTART_IN_PLACE"), ("+1h", "REPLACE_NODE"), ("+3h", "RESTART_IN_PLACE")]
-    keys = {"at", "event", "decision", "strategy", "phase", "because", "spent", "left", "then", "differs", "difference"}
+    keys = {"at", "event", "decision", "strategy", "phase", "reason", "spent", "left", "then", "differs", "difference"}
     assert all(each.keys() == keys for each in view["decisions"])
 
     plain = (await starter(tmp_path, "policy", "replay", "gputasker", "--events", "week.jsonl")).out.splitlines()
@@ -323,14 +323,14 @@ FAULT = '"kind": "RankExited", "node": "n2", "rank": 3, "exit_code": 1'
     ],
 )
 def test_a_line_that_cannot_be_used_is_one_sentence_with_file_and_line(tmp_path: Path, lines: tuple[str, ...], expected: str) -> None:
-    with pytest.raises(Mistake) as refused:
+    with pytest.raises(ConfigError) as refused:
         events(tmp_path, *lines)
     said = str(refused.value).removeprefix(str(tmp_path / "events.jsonl"))
     assert said.startswith(expected) and "\n" not in said, said
 
 
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"none\.jsonl cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read"):
         try_on_events(preset("default"), tmp_path / "none.jsonl")
 
 

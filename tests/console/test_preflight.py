@@ -55,7 +55,7 @@ def spec(sudo: bool = True, gpus: int = 1, backend: str = "ssh", **ssh: Any) -> 
 
 class Key:
     node, algorithm, fingerprint, file = "gpu-01", "ED25519", "SHA256:abc", "~/.ssh/known_hosts"
-    standing, because = "known", ""
+    standing, reason = "known", ""
 
 
 def key(**changes: str) -> Any:
@@ -121,7 +121,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
         (
             "state folder",
             Found.FAIL,
-            {"probe": {"disks": [{"path": "/x", "total": 9, "free": 99 << 30, "inodes_free": 1, "writable": False, "because": "ro"}]}},
+            {"probe": {"disks": [{"path": "/x", "total": 9, "free": 99 << 30, "inodes_free": 1, "writable": False, "reason": "ro"}]}},
             ": ro",
             "make it writable",
         ),
@@ -162,7 +162,7 @@ def test_a_node_that_has_all_is_fine_in_every_row() -> None:
         ),
         ("logout", Found.FAIL, {"again": {"lives": False, "met": None}}, "logind, session-12.scope", "KillExcludeUsers=root train"),
         ("logout", Found.FAIL, {"again": {"lives": False, "met": None}, "facts": {"session": None}}, "ends with the login", "PAM"),
-        ("logout", Found.WARN, {"again": None, "because": "refused"}, "no second login: refused", "check again"),
+        ("logout", Found.WARN, {"again": None, "reason": "refused"}, "no second login: refused", "check again"),
         (
             "training network",
             Found.FAIL,
@@ -220,7 +220,7 @@ def test_who_ended_with_its_logout_is_not_blamed_on_the_network() -> None:
 
 
 def test_a_node_that_cannot_be_reached_has_the_command_that_has_to_work() -> None:
-    found = look(spec(proxy_jump="me@jump:22", port=2222), step=Step.KEY, key=None, because="nothing listens there")
+    found = look(spec(proxy_jump="me@jump:22", port=2222), step=Step.KEY, key=None, reason="nothing listens there")
     assert [(one.check, one.found) for one in found] == [("reached", Found.FAIL)]
     assert found[0].fix == "make `ssh -J me@jump:22 -p 2222 -l train 10.0.0.11` work from here, then check again"
 
@@ -233,15 +233,15 @@ def test_what_a_person_types_is_safe_to_paste() -> None:
 
 
 def test_an_unknown_key_is_to_be_compared_and_a_changed_one_is_a_danger() -> None:
-    unknown = look(step=Step.KEY, key=key(standing="unknown", because="its host key is not in …"))
+    unknown = look(step=Step.KEY, key=key(standing="unknown", reason="its host key is not in …"))
     assert [one.check for one in unknown] == ["host key"]
     assert unknown[0].fix.endswith("then `relaunch nodes trust gpu-01 --file lab.yaml`")
-    changed = look(step=Step.KEY, key=key(standing="changed", because="its host key has CHANGED"))
+    changed = look(step=Step.KEY, key=key(standing="changed", reason="its host key has CHANGED"))
     assert changed[0].what == "its host key has CHANGED"
 
 
 def test_an_agent_that_cannot_be_started_says_how_to_name_another_python() -> None:
-    found = look(step=Step.AGENT, because="the agent could not be started: its Python is 3.6.8; expected 3.8 or newer")
+    found = look(step=Step.AGENT, reason="the agent could not be started: its Python is 3.6.8; expected 3.8 or newer")
     assert "3.6.8" in row(found, "agent").what
     assert "python: /usr/bin/python3.11" in row(found, "agent").fix
     assert row(found, "reached").found is Found.OK

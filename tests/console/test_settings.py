@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.config import Mistake, describe_settings, read_settings
+from relaunch.config import ConfigError, describe_settings, read_settings
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(monke
 )
 def test_a_bad_value_is_one_sentence(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: tuple[str, ...]) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_settings()
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
@@ -55,5 +55,5 @@ def test_a_bad_value_is_one_sentence(monkeypatch: pytest.MonkeyPatch, variable: 
 )
 def test_a_mistake_in_the_file_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "relaunch.toml").write_text(text)
-    with pytest.raises(Mistake, match=words):
+    with pytest.raises(ConfigError, match=words):
         read_settings()

@@ -16,8 +16,8 @@ from relaunch.spec.job import NodeRange
 from relaunch.spec.policy import Strategy
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
 
-SHOW_KEYS = {"name", "phase", "generation", "nodes", "ranks", "progress", "budgets", "incidents", "because", "next"}
-HISTORY_KEYS = {"opened", "closed", "generation", "cause", "nodes", "because", "decisions", "times"}
+SHOW_KEYS = {"name", "phase", "generation", "nodes", "ranks", "progress", "budgets", "incidents", "reason", "next"}
+HISTORY_KEYS = {"opened", "closed", "generation", "cause", "nodes", "reason", "decisions", "times"}
 
 
 def test_show_has_the_promised_keys() -> None:
@@ -32,10 +32,10 @@ def test_a_job_that_has_fewer_nodes_than_it_would_take_says_so() -> None:
     spec = job_state().spec.model_copy(update={"nodes": NodeRange(min=1, max=4)})
     view = json.loads(json.dumps(show(job_state(spec=spec, fewer="2 of 4 nodes: n9 is quarantined"), None, T0)))
     assert view["ranks"] == 4, "of this generation"
-    assert view["size"] == {"nodes": 2, "min": 1, "max": 4, "because": "2 of 4 nodes: n9 is quarantined"}
+    assert view["size"] == {"nodes": 2, "min": 1, "max": 4, "reason": "2 of 4 nodes: n9 is quarantined"}
     assert "fewer       2 of 4 nodes: n9 is quarantined" in show_lines(view, T0)
     all_of_them = show(job_state(), None, T0)
-    assert all_of_them["size"] == {"nodes": 2, "min": 2, "max": 2, "because": None}
+    assert all_of_them["size"] == {"nodes": 2, "min": 2, "max": 2, "reason": None}
     assert not any(line.startswith("fewer") for line in show_lines(all_of_them, T0))
 
 
@@ -62,7 +62,7 @@ def test_a_node_that_somebody_wants_is_told_with_the_time_and_the_commands() -> 
     wanted = Leaving("local-2", "swap its PSU", "carol", T0 + timedelta(hours=2))
     view = json.loads(json.dumps(show(job_state(leaving=(wanted,)), None, T0)))
     assert view["leaving"] == [
-        {"node": "local-2", "by": "carol", "because": "swap its PSU", "until": "2026-03-01T14:00:00Z", "denied": None}
+        {"node": "local-2", "by": "carol", "reason": "swap its PSU", "until": "2026-03-01T14:00:00Z", "denied": None}
     ]
     line = next(line for line in show_lines(view, T0) if line.startswith("next"))
     assert "carol wants local-2 by 2026-03-01 14:00 UTC: swap its PSU; it leaves at the next checkpoint (`answer" in line
@@ -93,7 +93,7 @@ def test_history_has_the_promised_keys_and_seconds_since_the_opening() -> None:
             "at": "2026-03-01T12:00:01Z",
             "decision": "Relaunch",
             "strategy": "RESTART_IN_PLACE",
-            "because": "first try of 3",
+            "reason": "first try of 3",
             "spent": True,
             "left": "",
         }

@@ -64,22 +64,22 @@ async def test_a_job_waits_for_a_quarantined_node_and_runs_once_it_is_released(w
 
     await eventually(begun, "whoever lists a fleet first does not begin it, or its worker does not start")
     assert {one["name"] for one in json.loads(await nodes(world, "list", "--json"))} == set(world.names)
-    told = await nodes(world, "quarantine", "n1", "--because", "flaky NVLink")
+    told = await nodes(world, "quarantine", "n1", "--reason", "flaky NVLink")
     assert told.startswith("node n1 is quarantined: flaky NVLink; nobody has it")
     job = await world.submit()
 
     async def waits() -> bool:
-        because = (await job.state()).because
-        return "n1" in because and "quarantined" in because
+        reason = (await job.state()).reason
+        return "n1" in reason and "quarantined" in reason
 
     await eventually(waits, "the job does not say what it waits for")
     status, shown = await starter(world, "show", job.name, "--json")
-    assert (status, "flaky NVLink" in json.loads(shown)["because"] or "n1" in json.loads(shown)["because"]) == (0, True)
+    assert (status, "flaky NVLink" in json.loads(shown)["reason"] or "n1" in json.loads(shown)["reason"]) == (0, True)
     listed = await nodes(world, "list")
     assert f"{job.name} waits for 2 nodes" in listed
     assert job.starts() == [] and job.rank_pids() == []
-    assert (await rows(world))["n1"].items() >= {"state": "quarantined", "because": "flaky NVLink", "job": None}.items()
-    assert "n1 is in service" in await nodes(world, "release", "n1", "--because", "reseated")
+    assert (await rows(world))["n1"].items() >= {"state": "quarantined", "reason": "flaky NVLink", "job": None}.items()
+    assert "n1 is in service" in await nodes(world, "release", "n1", "--reason", "reseated")
     await job.until_phase("RUNNING", generation=1)
     assert sorted(slot.node for slot in (await job.state()).slots) == ["n1", "n2"], "spares are for jobs that have run"
     await until(world, n1=("busy", job.name), n2=("busy", job.name), n3=("free", None))
@@ -90,14 +90,14 @@ async def test_a_drained_node_is_left_for_a_spare_and_nobody_is_given_it(world: 
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)
     await job.until_steps()
-    told = await nodes(world, "quarantine", "n2", "--because", "new riser", "--drain", "--within", "2s")
+    told = await nodes(world, "quarantine", "n2", "--reason", "new riser", "--drain", "--within", "2s")
     assert f"{job.name} has to leave it by " in told or "nobody has it" in told
     await job.until_phase("RUNNING", generation=2)
     assert "n2" not in {slot.node for slot in (await job.state()).slots}
     found = await until(world, n1=("busy", job.name), n2=("quarantined", None))
-    assert found["n2"]["because"] == "new riser"
+    assert found["n2"]["reason"] == "new riser"
     assert job.rank_pids("n2") == []
-    await nodes(world, "release", "n2", "--because", "it has one")
+    await nodes(world, "release", "n2", "--reason", "it has one")
     await end(world, job)
 
 
@@ -114,7 +114,7 @@ async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goe
 
     await eventually(saves, "nobody tells people of a checkpoint")
     assert ", checkpoint " in (await starter(world, "show", job.name))[1]
-    told = await nodes(world, "quarantine", "n2", "--because", "swap its PSU", "--drain", "--within", "2h")
+    told = await nodes(world, "quarantine", "n2", "--reason", "swap its PSU", "--drain", "--within", "2h")
     assert f"{job.name} has to leave it by " in told
     await job.until_phase("RUNNING", generation=2)
     state = await job.state()
@@ -127,9 +127,9 @@ async def test_a_job_moves_right_after_a_checkpoint_that_it_has_finished_and_goe
 
     step = int((await eventually(goes_on, "the second generation says nothing"))[1])
     assert step % every == 0 and 0 <= step - int(saved[1]) <= every, "from that one, or from the next"
-    status, text = await starter(world, "answer", job.name, "deny", "--node", "n2", "--because", "too late")
+    status, text = await starter(world, "answer", job.name, "deny", "--node", "n2", "--reason", "too late")
     assert (status, f"nobody wants n2 of {job.name}" in text) == (2, True), text
-    await nodes(world, "release", "n2", "--because", "it has one")
+    await nodes(world, "release", "n2", "--reason", "it has one")
     await end(world, job)
 
 
@@ -156,11 +156,11 @@ async def test_a_fleet_that_was_terminated_asks_the_jobs_what_they_hold_before_i
 
 @pytest.mark.long
 async def test_a_pause_is_shown_until_it_is_ended_and_jobs_are_given_nodes_meanwhile(world: World) -> None:
-    assert "repairs of fleet chaos are paused by " in await nodes(world, "pause", "--because", "maintenance")
+    assert "repairs of fleet chaos are paused by " in await nodes(world, "pause", "--reason", "maintenance")
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)
     assert "repairs are paused since " in await nodes(world, "list")
-    assert await nodes(world, "resume", "--because", "done") == "fleet chaos gives nodes and has them repaired\n"
+    assert await nodes(world, "resume", "--reason", "done") == "fleet chaos gives nodes and has them repaired\n"
     assert "paused" not in await nodes(world, "list")
     await end(world, job)
 
@@ -171,7 +171,7 @@ async def test_a_node_that_is_new_in_the_file_is_there_once_it_was_applied(world
     before = file.read_text()
     world.node("n5").mkdir(parents=True, mode=0o700)
     file.write_text(f"{before}  - {{name: n5, address: {world.address('n5')}, gpus: 1}}\n")
-    assert await nodes(world, "apply", "--because", "a new machine") == "new: n5\n"
+    assert await nodes(world, "apply", "--reason", "a new machine") == "new: n5\n"
     await until(world, n5=("free", None))
     assert await nodes(world, "apply") == "fleet chaos has the 5 nodes of its file already\n"
     file.write_text(before)
@@ -180,7 +180,7 @@ async def test_a_node_that_is_new_in_the_file_is_there_once_it_was_applied(world
 
 
 async def test_what_is_unknown_changes_nothing(world: World) -> None:
-    status, text = await starter(world, "nodes", "quarantine", "n9", "--because", "x", "--fleet", FLEET)
+    status, text = await starter(world, "nodes", "quarantine", "n9", "--reason", "x", "--fleet", FLEET)
     assert (status, "node 'n9' is not in fleet chaos: expected one of n1" in text) == (2, True), text
     status, text = await starter(world, "nodes", "list", "--fleet", "chaso")
     assert (status, "fleet 'chaso' is not known to this worker, it serves chaos" in text) == (2, True), text

@@ -78,7 +78,7 @@ async def is_named_and_all_go_on(world: World) -> None:
     assert {start["rank"] for start in job.starts()} == {0, 1, 2, 3}
     assert [len([start for start in job.starts() if start["token"].endswith(f"/{number}")]) for number in (1, 2)] == [4, 4]
     incident = (await job.incidents())[0]
-    assert "rank 3 on n2 was killed by SIGKILL" in incident.because
+    assert "rank 3 on n2 was killed by SIGKILL" in incident.reason
     assert (incident.nodes, incident.ranks) == (("n2",), (3,))
     assert not job.lines("violations")
     job.let_end()
@@ -106,7 +106,7 @@ async def test_a_launcher_that_is_killed_takes_its_ranks_along_and_is_named_itse
     await job.until_phase("RUNNING", generation=2)
     await job.until_steps()
     incident = (await job.incidents())[0]
-    assert "the launcher on n1 was killed by SIGKILL" in incident.because
+    assert "the launcher on n1 was killed by SIGKILL" in incident.reason
     assert (incident.nodes, incident.ranks) == (("n1",), ())
     assert not job.lines("violations")
     job.let_end()
@@ -149,6 +149,6 @@ async def test_a_ddp_training_below_a_real_launcher_goes_on_from_its_checkpoint_
     assert state.generation == 2
     assert state.progress is not None and state.progress.step == 30
     incident = (await job.incidents())[0]
-    assert f"rank {rank} on n1 was killed by SIGKILL" in incident.because
+    assert f"rank {rank} on n1 was killed by SIGKILL" in incident.reason
     assert incident.cause is not Cause.APPLICATION
     await world.tidy(job)

@@ -148,10 +148,10 @@ async def test_S4_1_the_gpu_is_reset_by_its_bus_id_and_the_job_goes_on_in_its_pl
     status, text = await starter(world, "nodes", "check", node, "--fleet", FLEET, "--level", "0", "--json")
     found = json.loads(text)[0]
     assert (status, found["health"], found["state"], found["job"]) == (1, "UNHEALTHY", "busy", job.name)
-    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--because", "remap pending")
+    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--reason", "remap pending")
     assert (status, "refused" in text, job.name in text) == (1, True, True), "never while ranks run there"
     await world.tidy(job)
-    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--because", "remap pending")
+    status, text = await starter(world, "nodes", "repair", node, "--fleet", FLEET, "--reset-gpus", "--reason", "remap pending")
     assert (status, "done" in text) == (0, True), text
     assert [words[0] for words in calls(folder / "bin", "nvidia-smi")] == ["--gpu-reset"]
     status, text = await starter(world, "nodes", "list", "--fleet", FLEET)

@@ -66,8 +66,8 @@ async def test_a_gang_waits_until_the_ranks_of_the_lost_state_must_have_fenced(w
     assert not set(left) & set(job.rank_pids())
     state = await job.state()
     assert [slot.node for slot in state.slots] == ["n1", "n3"]
-    (found,) = [one for one in await job.incidents() if SAID in one.because] or await job.incidents()
-    assert any(SAID in text for text in (found.because, *(decision.because for decision in found.decisions)))
+    (found,) = [one for one in await job.incidents() if SAID in one.reason] or await job.incidents()
+    assert any(SAID in text for text in (found.reason, *(decision.reason for decision in found.decisions)))
     await finish(world, job)
 
 
@@ -80,17 +80,17 @@ async def test_ranks_that_are_alone_keep_their_node_until_a_person_says_more(wor
 
     async def asked() -> JobState | None:
         state = await job.state()
-        return state if state.phase == "WAITING_FOR_PERSON" and SAID in state.because else None
+        return state if state.phase == "WAITING_FOR_PERSON" and SAID in state.reason else None
 
     state = await eventually(asked, "nobody is asked, or not why")
-    assert state.because.startswith(f"{node} answers, but {SAID}")
+    assert state.reason.startswith(f"{node} answers, but {SAID}")
     assert "declare-dead" in state.next.what
-    await job.signal("force_retry", {"because": "go on"})
+    await job.signal("force_retry", {"reason": "go on"})
     await asyncio.sleep(2)
     assert job.rank_pids() == left, "they run on, and nothing runs beside them"
     for pid in left:
         os.kill(pid, signal.SIGKILL)  # as the person does who looked at the machine
-    await job.signal("report", {"node": node, "because": "its ranks were ended by hand"})
+    await job.signal("report", {"node": node, "reason": "its ranks were ended by hand"})
     await job.until_phase("RUNNING", generation=3)
     assert job.lines("violations") == []
     await finish(world, job)

@@ -47,7 +47,7 @@ def cycles(world: World) -> int:
 
 
 async def cycled(world: World) -> tuple[int, str]:
-    return await starter(world, "nodes", "repair", "n1", "--power-cycle", "--because", "it hangs", "--fleet", FLEET, "--level", "0")
+    return await starter(world, "nodes", "repair", "n1", "--power-cycle", "--reason", "it hangs", "--fleet", FLEET, "--level", "0")
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ async def test_a_person_has_a_nodes_power_cycled_and_its_fleet_knows_it_healthy(
     assert status == 0, text
     assert "n1: done, HEALTHY: n1 was power-cycled and is healthy" in text
     assert (cycles(world), boot_id(world, "n1") != before) == (1, True)
-    status, text = await starter(world, "nodes", "repair", "n2", "--power-cycle", "--because", "x", "--fleet", FLEET)
+    status, text = await starter(world, "nodes", "repair", "n2", "--power-cycle", "--reason", "x", "--fleet", FLEET)
     assert (status, "the file of fleet chaos gives it no power" in text) == (1, True), text
 
 
@@ -113,5 +113,5 @@ async def test_a_job_has_the_power_of_its_suspect_cycled_where_that_cannot_reboo
     (first,) = (await job.state()).incidents or (await job.incidents())
     decided = [(one.decision, one.strategy) for one in first.decisions]
     assert decided == [("Repair", "REBOOT_NODE"), ("Relaunch", None)]
-    assert "n3 was power-cycled and is healthy" in first.decisions[-1].because
+    assert "n3 was power-cycled and is healthy" in first.decisions[-1].reason
     await world.tidy(job)

@@ -84,8 +84,8 @@ async def test_S3_11_S4_9_every_rank_of_every_generation_finds_its_place_in_its_
             assert {name: found.get(name) for name in expected} == expected, f"rank {rank} of generation {generation}"
             assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"{generation_folder}/errors/rank_{rank}.json")
             assert found["RELAUNCH_PROGRESS_FILE"].endswith(f"{generation_folder}/progress/rank_{rank}")
-            strangers = {name for name in found if name.startswith(("RELAUNCH_", "TORCHELASTIC_"))} - set(expected)
-            assert strangers == {"TORCHELASTIC_ERROR_FILE", "RELAUNCH_PROGRESS_FILE"}
+            foreign_processes = {name for name in found if name.startswith(("RELAUNCH_", "TORCHELASTIC_"))} - set(expected)
+            assert foreign_processes == {"TORCHELASTIC_ERROR_FILE", "RELAUNCH_PROGRESS_FILE"}
             assert not any(name.startswith("TEMPORAL_") for name in found), "a rank has no business with the server"
         assert len(ports) == 1
     assert job.lines("violations") == []
@@ -121,7 +121,7 @@ async def test_S3_6_the_traceback_of_the_rank_that_failed_reaches_the_incident_a
     (incident,) = await job.incidents()
     assert str(incident.cause) == "APPLICATION"
     assert (incident.nodes, incident.ranks) == (("n2",), (3,))
-    assert "rank 3 on n2 exited with code 1: RuntimeError: the loss is not a number" in incident.because
+    assert "rank 3 on n2 exited with code 1: RuntimeError: the loss is not a number" in incident.reason
     assert "RuntimeError: the loss is not a number" in incident.traceback
     assert "Traceback (most recent call last)" in incident.traceback
     assert str(incident.certainty) == "certain"
@@ -145,7 +145,7 @@ async def test_S3_5_a_rank_that_neither_ends_nor_advances_past_the_exit_barrier_
     await job.until_phase("FAILED")
     (incident,) = await job.incidents()
     assert str(incident.cause) == "HANG"
-    assert "a rank finished 2 s ago" in incident.because
+    assert "a rank finished 2 s ago" in incident.reason
 
     async def gone() -> bool:
         return not job.rank_pids()

@@ -13,7 +13,7 @@ from temporalio.testing import ActivityEnvironment
 from relaunch.activities.fleet import FleetActivities, LookInput, ReclaimInput
 from relaunch.cli import fleets, node_views
 from relaunch.config import Settings
-from relaunch.pool.state import NodeLook
+from relaunch.pool.state import NodeProbe
 from relaunch.temporal import read_server_id
 from relaunch.worker import WorkerFleets, make_fleets
 from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
@@ -47,8 +47,8 @@ def does(world: World, here: WorkerFleets) -> FleetActivities:
     return FleetActivities(here, world.client, QUEUE)
 
 
-async def looked(world: World, here: WorkerFleets, fleet: str) -> tuple[NodeLook, ...]:
-    return await ActivityEnvironment().run(does(world, here).look_at_nodes, LookInput(fleet, ("n1", "n2")))
+async def looked(world: World, here: WorkerFleets, fleet: str) -> tuple[NodeProbe, ...]:
+    return await ActivityEnvironment().run(does(world, here).probe_nodes, LookInput(fleet, ("n1", "n2")))
 
 
 async def rows(world: World, fleet: str) -> dict[str, dict[str, Any]]:
@@ -80,7 +80,7 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
 
     async def said() -> bool:
         found = await rows(world, OTHER)
-        return {(one["state"], one["because"]) for one in found.values()} == {("held", lives_on(job, FLEET))}
+        return {(one["state"], one["reason"]) for one in found.values()} == {("held", lives_on(job, FLEET))}
 
     await eventually(said, "the other fleet does not say who is in its way")
     # While somebody waits, the fleet looks every two seconds, and orders what it wants stopped.
@@ -98,7 +98,7 @@ async def test_what_another_fleet_runs_is_in_the_way_and_is_nobody_elses_to_stop
     job.let_end()
     await job.until_phase("SUCCEEDED")
     await waits.until_phase("RUNNING", generation=1)
-    assert {one["because"] for one in (await rows(world, FLEET)).values()} <= {"", lives_on(waits, OTHER)}
+    assert {one["reason"] for one in (await rows(world, FLEET)).values()} <= {"", lives_on(waits, OTHER)}
     await world.tidy(waits)
 
 

@@ -90,7 +90,7 @@ class Attempt:
     async def explain(self) -> str:
         assert self.job is not None
         state = (await self.job.look()).state
-        return "its state cannot be read" if state is None else f"{state.phase}: {state.because}"[:240]
+        return "its state cannot be read" if state is None else f"{state.phase}: {state.reason}"[:240]
 
 
 Play = Callable[[Attempt], Awaitable[None]]
@@ -246,7 +246,7 @@ async def address(attempt: Attempt) -> None:
     spare = next(host for name, host in network.hosts.items() if name not in job.nodes())
     # The other host is no node itself: no two nodes may have one address.
     attempt.world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
-    _, said = await attempt.world.run_starter("nodes", "apply", "--because", "renumbered", "--fleet", FLEET)
+    _, said = await attempt.world.run_starter("nodes", "apply", "--reason", "renumbered", "--fleet", FLEET)
     attempt.note(" ".join(said.split())[:200])
     await attempt.sleep(3.0)
     job.fail(0)
@@ -260,7 +260,7 @@ async def user(attempt: Attempt) -> None:
     job = await attempt.run(times=SLOW_FENCE)
     victim = job.hosts()[-1]
     attempt.world.write_fleet(ssh={"user": "train"})
-    _, said = await attempt.world.run_starter("nodes", "apply", "--because", "new user", "--fleet", FLEET)
+    _, said = await attempt.world.run_starter("nodes", "apply", "--reason", "new user", "--fleet", FLEET)
     attempt.note(" ".join(said.split())[:200])
     await attempt.sleep(3.0)
     job.fail(0)
@@ -376,7 +376,7 @@ async def disk_frozen(attempt: Attempt) -> None:
 async def policy_changed(attempt: Attempt) -> None:
     """`policy change` shortens the fence of ranks that already run, then a node is cut off."""
     job = await attempt.run(times={"fence_after": "20s"})
-    change = {"policy": {"timeouts": {"fence_after": "0.5s"}}, "because": "faster", "by": "a"}
+    change = {"policy": {"timeouts": {"fence_after": "0.5s"}}, "reason": "faster", "by": "a"}
     answer = await jobs.handle_of(attempt.world.client, job.name).execute_update("change_policy", change)
     attempt.note(f"policy change: {answer}"[:200])
     victim = job.hosts()[-1]
@@ -410,7 +410,7 @@ async def resubmitted_elsewhere(attempt: Attempt) -> None:
     await jobs.handle_of(world.client, job.name).terminate("an operator")
     world.network.isolate(victim.name)
     world.write_fleet({victim.name: {"address": spare.address, "network": spare.address}, spare.name: None})
-    _, said = await world.run_starter("nodes", "apply", "--because", "renumbered", "--fleet", FLEET)
+    _, said = await world.run_starter("nodes", "apply", "--reason", "renumbered", "--fleet", FLEET)
     attempt.note(" ".join(said.split())[:200])
     for process in (world.worker, world.server):
         await process.end(signal.SIGKILL)

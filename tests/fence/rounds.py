@@ -16,7 +16,7 @@ from typing import Any
 
 from temporalio.service import RPCError
 
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from tests.fence import random_faults
 from tests.fence.attacks import ATTACKS, Attack, Attempt
 from tests.fence.world import FenceWorld
@@ -90,7 +90,7 @@ async def play(world: FenceWorld, attack: Attack, number: int, seed: int) -> tup
     try:
         async with asyncio.timeout(MAX_ROUND_S):
             await attack.play(attempt)
-    except (AssertionError, TimeoutError, RPCError, Mistake, OSError, ValueError) as error:
+    except (AssertionError, TimeoutError, RPCError, ConfigError, OSError, ValueError) as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError from error  # the run was interrupted: the round does not count

@@ -80,7 +80,7 @@ class Grammar:
                     "exit_code": self.random.choice((0, 1, 7, 139, None, self.value())),
                     "signal": self.random.choice((None, 9, 15, self.value())),
                     "stopped": self.random.choice((True, False, self.value())),
-                    "because": self.random.choice(("evil", self.value())),
+                    "reason": self.random.choice(("evil", self.value())),
                     "why": self.random.choice(("isolated", "superseded", self.value())),
                     "error": self.random.choice((None, {"message": self.value()}, self.value())),
                     "log_tail": self.random.choice(([], ["Xid 79"], ["x" * 9000] * 9, self.value())),
@@ -105,7 +105,7 @@ class Grammar:
             token = {"namespace": "default", "job": "another", "submission": 1, "generation": 1}
             return {"hello": {"token": token, "boot_id": "b", "state": "running", "ranks": [number], "stamp": 1.0}}
         highest = self.random.choice(([1, 1], [2**62, 1], [10**12, 10**12], [2**63, 2**63], self.value()))
-        return {"outcome": "refused", "why": "not_above", "because": "seen higher", "highest": highest}
+        return {"outcome": "refused", "why": "not_above", "reason": "seen higher", "highest": highest}
 
     def tell(self, message: dict[str, Any]) -> bytes:
         """Return what is said instead of a message of a session."""

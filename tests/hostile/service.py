@@ -25,7 +25,7 @@ from relaunch.backends.base import BackendError
 from relaunch.backends.local import LocalBackend, reboot
 from relaunch.backends.pipe import LINE_LIMIT, ProcessPipe
 from relaunch.job.state import JobState, Phase
-from relaunch.pool.state import FleetState, Standing
+from relaunch.pool.state import FleetState, NodeStatus
 from relaunch.spec.fleet import FleetSpec
 from tests.workflows.rig import Job, Rig, SimulatedFleets, policy, worker
 
@@ -114,7 +114,7 @@ class Service:
         deadline = asyncio.get_running_loop().time() + PATIENCE
         while (state := await job.state()).phase not in phases:
             assert asyncio.get_running_loop().time() < deadline, (
-                f"never {phases}: {state.phase} because {state.because}; {state.next}; {state.incident}"
+                f"never {phases}: {state.phase} because {state.reason}; {state.next}; {state.incident}"
             )
             await self.read_pages()
             await asyncio.sleep(0.1)
@@ -131,7 +131,7 @@ class Service:
         said = [f"{one.name}: {one.look.silent}" for one in state.nodes if one.look is not None]
         for job in self.rig.jobs[-2:]:
             known = await job.state()
-            said += [known.because, *(f"{lost.node}: {lost.because}" for lost in known.lost)]
+            said += [known.reason, *(f"{lost.node}: {lost.reason}" for lost in known.lost)]
             said += [str(incident) for incident in (*known.incidents, *([known.incident] if known.incident else []))]
         self.sentences.update(text for text in said if "makes no sense" in text or "speaks of rank" in text or "agent said" in text)
 
@@ -141,17 +141,17 @@ class Service:
         while (state := await job.state()).phase is not Phase.RUNNING:
             fleet = await self.rig.fleet.query("state", result_type=FleetState)
             record = next(one for one in fleet.nodes if one.name == node)
-            if record.standing is not Standing.IN_SERVICE or record.repair:
-                self.out_of_service = record.because or record.repair
+            if record.standing is not NodeStatus.IN_SERVICE or record.repair:
+                self.out_of_service = record.reason or record.repair
                 if asyncio.get_running_loop().time() > deadline - PATIENCE + RELEASED_WITHIN:
                     return
-                await self.rig.fleet.signal("release", {"node": node, "because": "it is to lie again", "by": "ada"})
-            assert asyncio.get_running_loop().time() < deadline, f"never given {node}: {state.phase} because {state.because}"
+                await self.rig.fleet.signal("release", {"node": node, "reason": "it is to lie again", "by": "ada"})
+            assert asyncio.get_running_loop().time() < deadline, f"never given {node}: {state.phase} because {state.reason}"
             await asyncio.sleep(0.1)
 
     async def cancel(self, job: Job) -> Phase:
         """Cancel, whatever it does at the moment, and return how it ended."""
-        await job.handle.signal("cancel", {"because": "the round is over", "by": "ada"})
+        await job.handle.signal("cancel", {"reason": "the round is over", "by": "ada"})
         state = await self.until(job, Phase.CANCELLED, Phase.FAILED, Phase.SUCCEEDED)
         self.cancelled += state.phase is Phase.CANCELLED
         return state.phase
@@ -230,7 +230,7 @@ async def attack(client: Client, folder: Path, *, messages: int, seed: int, say:
         await service.read_pages()
         backend.be_honest(liar)
         now = await service.until(honest, Phase.RUNNING)
-        assert (now.generation, now.incidents, now.incident) == (1, (), None), f"the job on {host} was harmed: {now.because}"
+        assert (now.generation, now.incidents, now.incident) == (1, (), None), f"the job on {host} was harmed: {now.reason}"
         assert await service.cancel(honest) is Phase.CANCELLED
         # The liar may be out of service by now: the fleet goes on with the other two.
         await service.until(await service.submit(2), Phase.RUNNING)

@@ -21,7 +21,7 @@ from relaunch.generation import Token
 from relaunch.job.diagnose import diagnose
 from relaunch.job.events import FaultObserved, LaunchRefused, NodeRefusal
 from relaunch.job.hang import Pace
-from relaunch.pool.state import NodeLook
+from relaunch.pool.state import NodeProbe
 from relaunch.spec.policy import HangLimits, Timeouts
 from tests.hostile.liar import Grammar
 from tests.recovery.builders import running
@@ -35,8 +35,8 @@ WATCHED: tuple[dict[str, Any], ...] = (
     {"hello": {"token": NAMED, "boot_id": "b", "state": "running", "ranks": [2, 3], "stamp": 1.0}},
     {"heartbeat": {"stamp": 1.0, "alive": [2, 3], "lease_left": 9.0, "progress": PROGRESS}},
     {"observation": {**EXITED, "error": {"message": "x", "timestamp": "1"}, "log_tail": ["a"], "kernel": [], "kernel_unreadable": None}},
-    {"observation": {"seq": 1, "kind": "Fenced", "why": "isolated", "because": "alone"}},
-    {"observation": {"seq": 1, "kind": "RanksVanished", "because": "the node rebooted", "rebooted": True, "kernel": ["Xid 79"]}},
+    {"observation": {"seq": 1, "kind": "Fenced", "why": "isolated", "reason": "alone"}},
+    {"observation": {"seq": 1, "kind": "RanksVanished", "reason": "the node rebooted", "rebooted": True, "kernel": ["Xid 79"]}},
 )
 LISTED = {
     "outcome": "done",
@@ -63,7 +63,7 @@ LISTED = {
     "gpus": {"driver": "570", "nvml": "12", "gpus": [{"index": 0, "name": "H100", "memory": {"total": 80, "used": 1}, "processes": []}]},
 }
 PREPARED = {"outcome": "done", "boot_id": "b", "master_port": 1, "peer_port": 2, "nonce": "ab", "stopped": [], "stamp": 1.0}
-REFUSED = {"outcome": "refused", "why": "not_above", "because": "seen higher", "highest": [1000, 4], "boot_id": "b", "held": None}
+REFUSED = {"outcome": "refused", "why": "not_above", "reason": "seen higher", "highest": [1000, 4], "boot_id": "b", "held": None}
 DIAGNOSED = {"outcome": "done", "boot_id": "b", "exit_code": 0, "stdout": "{}", "stderr": "", "took": 1.0}
 CONVERTER = SharedPayloadConverter()
 
@@ -99,13 +99,13 @@ def watch(lines: list[object]) -> None:
 def refuse(answer: object) -> None:
     refusal = parse("n2", "prepare", RefusalAnswer, answer)
     highest = refusal.highest
-    refused = _check_highest(Refused("n2", refusal.why, refusal.because, (highest[0], highest[1]) if highest else None), TOKEN)
-    cross(LaunchRefused(1, (NodeRefusal("n2", refused.why, refused.because, refused.highest),)), LaunchRefused)
+    refused = _check_highest(Refused("n2", refusal.why, refusal.reason, (highest[0], highest[1]) if highest else None), TOKEN)
+    cross(LaunchRefused(1, (NodeRefusal("n2", refused.why, refused.reason, refused.highest),)), LaunchRefused)
 
 
 def look(answer: object) -> None:
     listed = parse_list("n2", answer)
-    cross(_look("n2", Seen(listed, listed.get("gpus"), was_read=True), "default/default"), NodeLook)
+    cross(_look("n2", Seen(listed, listed.get("gpus"), was_read=True), "default/default"), NodeProbe)
 
 
 def fuzz(seed: int, messages: int) -> dict[str, int]:
@@ -133,7 +133,7 @@ def fuzz(seed: int, messages: int) -> dict[str, int]:
             elif isinstance(decoded, dict):
                 check_output("n2", "diagnose", decoded, "stdout")
         except ProtocolError as error:
-            counts["refused"] += error.node == "n2" and 0 < len(error.because) < 500
+            counts["refused"] += error.node == "n2" and 0 < len(error.reason) < 500
         except Exception as error:
             raise AssertionError(f"lie {number} of seed {seed}: {line[:2000]!r}") from error
         else:

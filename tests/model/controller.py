@@ -14,7 +14,7 @@ from functools import cache
 import relaunch.job.fencing
 from relaunch.activities.stop import StopRanksInput, launched_generations
 from relaunch.generation import LaunchedGeneration
-from relaunch.job.apply import absorb
+from relaunch.job.apply import apply_event
 from relaunch.job.claim import as_it_is, give_back, is_known_by
 from relaunch.job.events import (
     Event,
@@ -96,8 +96,8 @@ class Controller:
         return JobState("model", SPEC.name, submission, SPEC, policy, "h", EPOCH, phase=Phase.RUNNING)
 
     def _take(self, event: Event, now: float) -> None:
-        job = absorb(self.job, event, EPOCH + TICK * (now + self.wall))
-        self.job = replace(job, incident=None, incidents=(), notices=(), owed=None)
+        job = apply_event(self.job, event, EPOCH + TICK * (now + self.wall))
+        self.job = replace(job, incident=None, incidents=(), notices=(), deferred_fault=None)
         if self.places:
             self.places = limit_places(self.places, self.job.maybe_alive)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import RankError, RankExited
-from relaunch.job.apply import absorb, evolve
+from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.decide import decide
 from relaunch.job.events import (
     Event,
@@ -67,9 +67,9 @@ def new_job(*, policy: Policy | None = None, **spec_changes: Any) -> JobState:
 
 def step(job: JobState, event: Event, now: datetime = T0) -> tuple[JobState, Decision]:
     """One turn of the workflow's loop."""
-    job = absorb(job, event, now)
+    job = apply_event(job, event, now)
     decision = decide(job, event, now)
-    return evolve(job, decision, now), decision
+    return apply_decision(job, decision, now), decision
 
 
 def play(job: JobState, *events: Event, now: datetime = T0) -> tuple[JobState, Decision]:
@@ -185,12 +185,12 @@ def found(**verdicts: str) -> Callable[[JobState], Event]:
     return lambda job: NodesExamined(job.generation, nodes)
 
 
-def mended(outcome: Literal["done", "refused", "ambiguous"] = "done", because: str = "boot id b1 is b2") -> Callable[[JobState], Event]:
+def mended(outcome: Literal["done", "refused", "ambiguous"] = "done", reason: str = "boot id b1 is b2") -> Callable[[JobState], Event]:
     """The repair that was ordered last has ended."""
 
     def make(job: JobState) -> Event:
         assert job.recovering is not None
-        return RepairEnded(job.generation, job.tries[-1].strategy, job.recovering.fault.nodes, outcome, because)
+        return RepairEnded(job.generation, job.tries[-1].strategy, job.recovering.fault.nodes, outcome, reason)
 
     return make
 
@@ -217,4 +217,4 @@ def suspected(
 def climbed(job: JobState, fault: Diagnosis, now: datetime = T0, without: tuple[str, ...] = ()) -> tuple[JobState, Decision]:
     """Take the first rung for a fault as if it had just been diagnosed, and write the decision down."""
     decision = climb(job, Recovering(fault), now, without)
-    return evolve(replace(job, recovering=None), decision, now), decision
+    return apply_decision(replace(job, recovering=None), decision, now), decision

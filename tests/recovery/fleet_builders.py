@@ -14,7 +14,7 @@ from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, Grant, PermitRequest, Place, Suspect
 from relaunch.pool.orders import Look, Order, TellJob
 from relaunch.pool.scheduler import learn, next_wake, settle
-from relaunch.pool.state import ClaimRecord, FleetState, Living, NodeLook, NodeRecord
+from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeRecord
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
@@ -35,7 +35,7 @@ def look(*names: str) -> Look:
 
 
 def suspect(node: str, generation: int = 1, cause: Cause = Cause.GPU_FATAL, **more: Any) -> Suspect:
-    return Suspect(node, T0, generation, cause, **{"because": f"it failed on {node}", **more})
+    return Suspect(node, T0, generation, cause, **{"reason": f"it failed on {node}", **more})
 
 
 class Desk:
@@ -45,7 +45,7 @@ class Desk:
         self.now = T0
         self.busy: set[str] = set()
         self.orders: list[Order] = []
-        self.living: dict[str, tuple[Living, ...]] = {}
+        self.living: dict[str, tuple[LiveGeneration, ...]] = {}
         self.silent: dict[str, str] = {}
         self.held: dict[str, str] = {}
         self.gpus: dict[str, Inventory] = {}
@@ -78,8 +78,8 @@ class Desk:
         to_read = set(asked if read is None else read)
         self.learn(Looked(tuple(self.seen(name, name in to_read) for name in asked)))
 
-    def seen(self, name: str, read: bool) -> NodeLook:
-        look = NodeLook(name, self.silent.get(name, ""), "boot", self.held.get(name, ""), self.living.get(name, ()))
+    def seen(self, name: str, read: bool) -> NodeProbe:
+        look = NodeProbe(name, self.silent.get(name, ""), "boot", self.held.get(name, ""), self.living.get(name, ()))
         count = next((node.spec.gpus for node in self.state.nodes if node.name == name), 0)
         if not (read and count) or look.silent or look.held:
             return look
@@ -132,8 +132,8 @@ def began(node: str, run: str = "r1", by: str = "fleet gpus") -> RepairBegan:
 
 def ended(node: str, outcome: Any = "done", run: str = "r1", job: str = "", **more: Any) -> RepairEnded:
     verdict = Verdict.HEALTHY if outcome == "done" else Verdict.UNKNOWN
-    told = {"by": "fleet gpus", "because": "is healthy", "verdict": verdict, **more}
-    return RepairEnded(node, f"repair/gpus/{node}", run, told["by"], job, outcome, told["verdict"], told["because"])
+    told = {"by": "fleet gpus", "reason": "is healthy", "verdict": verdict, **more}
+    return RepairEnded(node, f"repair/gpus/{node}", run, told["by"], job, outcome, told["verdict"], told["reason"])
 
 
 def permit(node: str, step: Any = "reset", seq: int = 1, run: str = "r1") -> PermitWanted:

@@ -81,4 +81,4 @@ def diag(stdout: Any = PASS, exit_code: Any = 0, **changes: Any) -> dict[str, An
 
 def journal(*entries: tuple[float, str], boot_id: str = "boot-0") -> list[dict[str, Any]]:
     """Reboots so many seconds ago, by id."""
-    return [{"at": WALL - ago, "id": id_, "because": "Xid 79", "boot_id": boot_id} for ago, id_ in entries]
+    return [{"at": WALL - ago, "id": id_, "reason": "Xid 79", "boot_id": boot_id} for ago, id_ in entries]

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar, cast
 
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
-from relaunch.job.apply import absorb, evolve, finish
+from relaunch.job.apply import apply_decision, apply_event, finish
 from relaunch.job.decide import decide
 from relaunch.job.events import (
     CancelRequested,
@@ -107,9 +107,9 @@ class Run:
 
     def take(self, event: Event) -> Turn:
         before = self.job
-        absorbed = absorb(before, event, self.now)
+        absorbed = apply_event(before, event, self.now)
         decision = decide(absorbed, event, self.now)
-        self.job = evolve(absorbed, decision, self.now)
+        self.job = apply_decision(absorbed, decision, self.now)
         turn = Turn(event, self.now, before, absorbed, decision, self.job)
         self.turns.append(turn)
         match decision:

@@ -11,7 +11,7 @@ import pytest
 from relaunch.pool.facts import Applied, Claimed, QuarantineAsked, ReleaseAsked, RepairBegan
 from relaunch.pool.messages import Claim, Grant, Place
 from relaunch.pool.orders import Look, TellJob
-from relaunch.pool.state import Living, Standing
+from relaunch.pool.state import LiveGeneration, NodeStatus
 from relaunch.spec.fleet import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, look, nodes, suspect
 
@@ -38,7 +38,7 @@ def test_a_job_that_cannot_have_all_gets_none_and_hears_who_has_them() -> None:
     desk.claim("a", 3)
     desk.claim("b", 2)
     assert desk.granted() == {}
-    assert desk.grants("waiting")["b"] == Grant(1, 1, "waiting", because="1 of 2 nodes: job a holds 3")
+    assert desk.grants("waiting")["b"] == Grant(1, 1, "waiting", reason="1 of 2 nodes: job a holds 3")
 
 
 def test_replacements_come_first_then_priority_then_who_came_first_then_the_name() -> None:
@@ -77,7 +77,7 @@ def test_a_large_claim_is_not_passed_by_for_ever() -> None:
     desk.claim("large", 4, **ages(1))
     desk.claim("late", 1, **ages(2))
     assert desk.granted() == {}
-    assert desk.grants("waiting")["late"].because == "0 of 1 nodes: job large comes first; job small holds 1"
+    assert desk.grants("waiting")["late"].reason == "0 of 1 nodes: job large comes first; job small holds 1"
     desk.claim("small", 0, seq=2)
     assert desk.granted() == {"large": ["n1", "n2", "n3", "n4"]}
 
@@ -86,7 +86,7 @@ def test_a_claim_that_only_a_person_could_serve_keeps_nothing_from_others() -> N
     desk = Desk()
     desk.go(QuarantineAsked("n4", "a fan", "grace"))
     desk.claim("large", 4)
-    assert desk.grants("waiting")["large"].because == "3 of 4 nodes: n4 is quarantined (a fan)"
+    assert desk.grants("waiting")["large"].reason == "3 of 4 nodes: n4 is quarantined (a fan)"
     desk.claim("small", 1)
     assert desk.granted() == {"small": ["n1"]}
 
@@ -94,7 +94,7 @@ def test_a_claim_that_only_a_person_could_serve_keeps_nothing_from_others() -> N
 def test_a_claim_that_a_repair_could_serve_keeps_its_nodes() -> None:
     desk = Desk()
     desk.claim("a", 1, keep=("n1",), holds=("n1",), suspects=(suspect("n4", isolate=True),))
-    assert desk.node("n4").standing is Standing.REPAIRING
+    assert desk.node("n4").standing is NodeStatus.REPAIRING
     desk.claim("large", 3, avoid=("n1",))
     desk.claim("small", 1, **ages(1))
     assert desk.granted() == {}
@@ -121,10 +121,10 @@ def test_who_avoids_a_node_leaves_it_to_those_who_come_later() -> None:
     desk.claim("late", 1, **ages(2))
     assert desk.granted() == {"late": ["n4"]}
     desk.claim("later", 1, **ages(3))
-    because = "2 of 3 nodes: job a holds 1, job late holds 1; it avoids n4"
-    assert desk.grants("waiting")["later"].because == "0 of 1 nodes: job large comes first; job a holds 1, job late holds 1"
+    reason = "2 of 3 nodes: job a holds 1, job late holds 1; it avoids n4"
+    assert desk.grants("waiting")["later"].reason == "0 of 1 nodes: job large comes first; job a holds 1, job late holds 1"
     desk.wait(seconds=6)
-    assert desk.record("large").said == because
+    assert desk.record("large").said == reason
 
 
 def test_two_jobs_of_one_shape_keep_free_what_the_first_keeps_free() -> None:
@@ -132,7 +132,7 @@ def test_two_jobs_of_one_shape_keep_free_what_the_first_keeps_free() -> None:
     desk.claim("a", 3)
     desk.claim("b", 2, **ages(1))
     desk.claim("c", 2, **ages(2))
-    assert desk.grants("waiting")["c"].because == "0 of 2 nodes: job b comes first; job a holds 3"
+    assert desk.grants("waiting")["c"].reason == "0 of 2 nodes: job b comes first; job a holds 3"
 
 
 # --- shares of nodes
@@ -156,7 +156,7 @@ def test_jobs_share_a_node_by_its_lowest_free_gpus_and_pack_it() -> None:
 def test_ranks_of_a_job_with_a_share_leave_the_rest_of_the_node_to_others() -> None:
     desk = Desk(*nodes("n1"))
     desk.claim("a", 1, gpus=4)
-    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.wait(minutes=1)
     desk.claim("b", 1, gpus=4)
     assert desk.grants()["b"].places == (Place("n1", "10.0.0.1", (4, 5, 6, 7)),)
@@ -164,7 +164,7 @@ def test_ranks_of_a_job_with_a_share_leave_the_rest_of_the_node_to_others() -> N
 
 def test_any_number_of_jobs_share_a_node_without_gpus_and_spread_over_them() -> None:
     desk = Desk(*nodes("n1", "n2", gpus=0))
-    desk.living["n1"] = (Living("x", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("x", 1, 1),)
     granted = []
     for job in ("a", "b", "c"):
         desk.claim(job, 1)
@@ -176,7 +176,7 @@ def test_whole_nodes_are_not_given_where_somebody_has_a_share() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.claim("a", 1, gpus=1)
     desk.claim("b", 2)
-    assert desk.grants("waiting")["b"].because == "1 of 2 nodes: job a holds 1"
+    assert desk.grants("waiting")["b"].reason == "1 of 2 nodes: job a holds 1"
 
 
 # --- what is kept
@@ -196,11 +196,11 @@ def test_a_job_goes_on_with_what_it_keeps_and_with_its_share_of_it() -> None:
 
 def test_a_job_that_keeps_what_it_has_is_told_where_ranks_of_an_earlier_submission_may_live() -> None:
     desk = Desk()
-    desk.living["n3"] = (Living("a", 1, 1),)
+    desk.living["n3"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     desk.claim("a", 1, submission=2, running=True, keep=("n1",))
-    because = "it goes on with what it has; ranks of an earlier submission may live on n3"
-    assert desk.grants()["a"] == Grant(2, 1, "granted", (Place("n1", "10.0.0.1"),), because, ("n3",))
+    reason = "it goes on with what it has; ranks of an earlier submission may live on n3"
+    assert desk.grants()["a"] == Grant(2, 1, "granted", (Place("n1", "10.0.0.1"),), reason, ("n3",))
 
 
 def test_a_replacement_comes_after_what_is_kept() -> None:
@@ -208,22 +208,22 @@ def test_a_replacement_comes_after_what_is_kept() -> None:
     desk.claim("a", 2)
     desk.claim("a", 2, seq=2, running=True, keep=("n2",), holds=("n2",), avoid=("n1",))
     assert desk.granted() == {"a": ["n2", "n3"]}
-    assert desk.grants()["a"].because == "n3 joined"
+    assert desk.grants()["a"].reason == "n3 joined"
     desk.claim("b", 1)
     assert desk.granted() == {"b": ["n1"]}
 
 
 @pytest.mark.parametrize(
     ("standing", "drain", "stays"),
-    [(Standing.QUARANTINED, None, True), (Standing.QUARANTINED, timedelta(minutes=5), False), (Standing.SUSPECT, None, False)],
+    [(NodeStatus.QUARANTINED, None, True), (NodeStatus.QUARANTINED, timedelta(minutes=5), False), (NodeStatus.SUSPECT, None, False)],
 )
 def test_a_kept_node_stays_while_it_is_quarantined_but_not_suspected_or_to_be_left(
-    standing: Standing, drain: timedelta | None, stays: bool
+    standing: NodeStatus, drain: timedelta | None, stays: bool
 ) -> None:
     desk = Desk()
     desk.claim("a", 1)
-    more: dict[str, Any] = {"suspects": (suspect("n1", isolate=True),)} if standing is Standing.SUSPECT else {}
-    if standing is Standing.QUARANTINED:
+    more: dict[str, Any] = {"suspects": (suspect("n1", isolate=True),)} if standing is NodeStatus.SUSPECT else {}
+    if standing is NodeStatus.QUARANTINED:
         desk.go(QuarantineAsked("n1", "a fan", "grace", drain))
     desk.claim("a", 1, seq=2, running=True, keep=("n1",), **more)
     assert desk.granted() == ({} if stays else {"a": ["n2"]})
@@ -291,12 +291,12 @@ def test_spares_are_for_jobs_that_have_run() -> None:
     desk = Desk(*SPARE)
     desk.claim("a", 2)
     desk.claim("b", 1)
-    assert desk.grants("waiting")["b"].because == "0 of 1 nodes: job a holds 2; 2 spares are for jobs that have run"
+    assert desk.grants("waiting")["b"].reason == "0 of 1 nodes: job a holds 2; 2 spares are for jobs that have run"
     desk.claim("a", 2, seq=2, running=True, keep=("n1",), holds=("n1",), avoid=("n2",))
     assert desk.granted()["a"] == ["n1", "n8"]
     assert desk.granted()["b"] == ["n2"]
     desk.claim("c", 1)
-    assert desk.grants("waiting")["c"].because.endswith("1 spare is for jobs that have run")
+    assert desk.grants("waiting")["c"].reason.endswith("1 spare is for jobs that have run")
 
 
 def test_a_job_that_is_larger_than_the_fleet_without_spares_may_have_them() -> None:
@@ -346,7 +346,7 @@ def test_a_job_that_would_have_its_nodes_in_a_moment_is_told_nothing_but_not_for
     assert desk.wakes_in() == 3
     desk.now += timedelta(seconds=3)
     desk.settle()
-    assert desk.grants("waiting")["a"].because == "0 of 2 nodes: it is looked whether the others answer"
+    assert desk.grants("waiting")["a"].reason == "0 of 2 nodes: it is looked whether the others answer"
 
 
 def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_often_with_time() -> None:
@@ -354,7 +354,7 @@ def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_o
     desk.silent["n2"] = "connection refused"
     desk.wait(minutes=1)
     desk.claim("a", 2)
-    assert desk.grants("waiting")["a"].because == "1 of 2 nodes: n2 does not answer (connection refused)"
+    assert desk.grants("waiting")["a"].reason == "1 of 2 nodes: n2 does not answer (connection refused)"
     looks = []
     end = desk.now + timedelta(seconds=55)
     while desk.now < end:
@@ -373,9 +373,9 @@ def test_a_silent_node_is_looked_at_again_while_somebody_waits_for_it_and_less_o
 def test_a_job_that_waits_is_not_told_that_answers_grow_old() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.go(QuarantineAsked("n2", "a fan", "grace"))
-    told = [tell.grant.because for tell in desk.claim("a", 2) if isinstance(tell, TellJob)]
+    told = [tell.grant.reason for tell in desk.claim("a", 2) if isinstance(tell, TellJob)]
     for _ in range(60):
-        told += [tell.grant.because for tell in desk.wait(seconds=5) if isinstance(tell, TellJob)]
+        told += [tell.grant.reason for tell in desk.wait(seconds=5) if isinstance(tell, TellJob)]
     assert told == ["1 of 2 nodes: n2 is quarantined (a fan)"]
 
 
@@ -384,7 +384,7 @@ def test_a_node_at_which_somebody_works_is_given_when_it_is_free() -> None:
     desk.held["n1"] = "an examination holds it"
     desk.wait(minutes=1)
     desk.claim("a", 1)
-    assert desk.grants("waiting")["a"].because == "0 of 1 nodes: n1: an examination holds it"
+    assert desk.grants("waiting")["a"].reason == "0 of 1 nodes: n1: an examination holds it"
     del desk.held["n1"]
     desk.wait(seconds=2)
     assert desk.granted() == {"a": ["n1"]}
@@ -396,19 +396,19 @@ def test_a_node_under_repair_is_not_given() -> None:
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n2"]}
     desk.claim("b", 1)
-    assert "n1: it is under repair (repair/gpus/n1/r1)" in desk.grants("waiting")["b"].because
+    assert "n1: it is under repair (repair/gpus/n1/r1)" in desk.grants("waiting")["b"].reason
 
 
 def test_a_node_on_which_ranks_of_another_job_live_is_not_given() -> None:
     desk = Desk(*nodes("n1", "n2"))
     desk.claim("b", 1)
     desk.claim("b", 0, seq=2)
-    desk.living["n1"] = (Living("b", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("b", 1, 1),)
     desk.look()
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n2"]}
     desk.claim("c", 1)
-    assert "n1: ranks of job b live there" in desk.grants("waiting")["c"].because
+    assert "n1: ranks of job b live there" in desk.grants("waiting")["c"].reason
     desk.living.clear()
     desk.wait(seconds=2)
     assert desk.granted() == {"c": ["n1"]}
@@ -431,19 +431,19 @@ def test_a_node_that_just_came_is_looked_at_first() -> None:
 def test_more_than_the_fleet_has_is_hopeless_and_waits_no_more() -> None:
     desk = Desk(*nodes("n1"), *nodes("n2", gpus=4))
     desk.claim("a", 3)
-    assert desk.grants("hopeless")["a"].because == "fleet gpus has 2 nodes, and 3 are wanted"
+    assert desk.grants("hopeless")["a"].reason == "fleet gpus has 2 nodes, and 3 are wanted"
     assert not desk.record("a").waits
     desk.claim("b", 2, gpus=8)
-    assert desk.grants("hopeless")["b"].because == "fleet gpus has 1 node with 8 GPUs or more, and 2 are wanted"
+    assert desk.grants("hopeless")["b"].reason == "fleet gpus has 1 node with 8 GPUs or more, and 2 are wanted"
     desk.claim("c", 2, avoid=("n1", "n2"))
-    assert desk.grants("waiting")["c"].because == "0 of 2 nodes: it avoids n1, n2"
+    assert desk.grants("waiting")["c"].reason == "0 of 2 nodes: it avoids n1, n2"
 
 
 def test_a_fleet_whose_file_names_nothing_is_hopeless() -> None:
     desk = Desk(begun=False)
     desk.learn(Applied("ask", (), desk.limits))
     desk.claim("a", 1)
-    assert desk.grants("hopeless")["a"].because == "the file of fleet gpus names no node, and 1 are wanted"
+    assert desk.grants("hopeless")["a"].reason == "the file of fleet gpus names no node, and 1 are wanted"
 
 
 def test_a_node_that_left_the_file_still_counts_for_the_job_that_keeps_it() -> None:
@@ -462,14 +462,14 @@ def test_a_job_hears_only_news_and_not_more_than_every_five_seconds() -> None:
     desk.claim("a", 2)
     desk.claim("b", 1)
     desk.claim("w", 4)
-    assert desk.grants("waiting")["w"].because == "1 of 4 nodes: job a holds 2, job b holds 1"
+    assert desk.grants("waiting")["w"].reason == "1 of 4 nodes: job a holds 2, job b holds 1"
     assert desk.go() == []
     desk.now += timedelta(seconds=1)
     desk.claim("b", 0, seq=2)
     assert desk.grants("waiting") == {}
     assert desk.wakes_in() == 4
     desk.wait(seconds=4)
-    assert desk.grants("waiting")["w"].because == "2 of 4 nodes: job a holds 2"
+    assert desk.grants("waiting")["w"].reason == "2 of 4 nodes: job a holds 2"
     desk.claim("w", 4, seq=2)
     assert desk.grants("waiting")["w"].seq == 2
 
@@ -481,7 +481,7 @@ def test_names_and_reasons_that_are_many_are_counted() -> None:
     for name in ("n6", "n7", "n8", "n9"):
         desk.go(QuarantineAsked(name, "dust", "grace"))
     desk.claim("w", 1)
-    assert desk.grants("waiting")["w"].because == (
+    assert desk.grants("waiting")["w"].reason == (
         "0 of 1 nodes: job a holds 1, job b holds 1, job c holds 1, 2 more jobs hold the rest; "
         "n6 is quarantined (dust), n7 is quarantined (dust), n8 is quarantined (dust) and 1 more are out of service"
     )
@@ -490,14 +490,14 @@ def test_names_and_reasons_that_are_many_are_counted() -> None:
     desk.claim("a", 2, seq=2, running=True, keep=("n1",), avoid=("n2", "n3", "n4", "n5"))
     assert desk.granted()["a"] == ["n1", "n9"]
     desk.claim("a", 3, seq=3, running=True, keep=("n1", "n9"), avoid=("n2", "n3", "n4", "n5"))
-    assert desk.grants("waiting")["a"].because.startswith("2 of 3 nodes: job b holds 1, job c holds 1, job d holds 1, 1 more job holds the")
-    assert desk.grants("waiting")["a"].because.endswith("it avoids n2, n3, n4 and 1 more")
+    assert desk.grants("waiting")["a"].reason.startswith("2 of 3 nodes: job b holds 1, job c holds 1, job d holds 1, 1 more job holds the")
+    assert desk.grants("waiting")["a"].reason.endswith("it avoids n2, n3, n4 and 1 more")
 
 
 def test_a_large_grant_names_a_few_nodes() -> None:
     desk = Desk(*nodes("n1", "n2", "n3", "n4", "n5", "n6"))
     desk.claim("a", 6)
-    assert desk.grants()["a"].because == "n1, n2, n3, n4 and 2 more joined"
+    assert desk.grants()["a"].reason == "n1, n2, n3, n4 and 2 more joined"
 
 
 # --- who gives way
@@ -519,8 +519,8 @@ def test_of_two_jobs_that_hold_what_the_other_needs_the_last_gives_way_once() ->
     assert desk.wakes_in() == 10
     assert desk.grants("yield") == {}
     desk.wait(seconds=10)
-    because = "job a comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
-    assert desk.grants("yield") == {"b": Grant(1, 1, "yield", because=because)}
+    reason = "job a comes first and waits for nodes that this job holds; both have waited longer than replacement_wait"
+    assert desk.grants("yield") == {"b": Grant(1, 1, "yield", reason=reason)}
     assert desk.wait(seconds=10) == []
     desk.claim("b", 4, seq=2, holds=("n3", "n4"))
     assert desk.granted() == {}

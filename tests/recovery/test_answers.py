@@ -42,19 +42,19 @@ def test_approve_while_a_node_is_lost_launches_without_it() -> None:
 def test_deny_ends_the_job_with_the_reason_for_which_it_asked() -> None:
     before = asking()
     job, decision = step(before, Answered("deny", "it is hopeless", "ada"), at(20))
-    assert decision == Stop(Phase.FAILED, f"ada denied a new launch: it is hopeless; {before.because}", exit_code=1)
+    assert decision == Stop(Phase.FAILED, f"ada denied a new launch: it is hopeless; {before.reason}", exit_code=1)
     assert job.phase is Phase.STOPPING
 
 
 def test_a_snoozed_question_is_asked_again_and_does_not_end_the_job() -> None:
     before = asking()
     job, decision = step(before, Answered("snooze", "after breakfast", "ada", at(3620)), at(20))
-    assert decision == Wait(Phase.WAITING_FOR_PERSON, f"ada snoozed it: after breakfast; {before.because}", "it is asked again", at(3620))
+    assert decision == Wait(Phase.WAITING_FOR_PERSON, f"ada snoozed it: after breakfast; {before.reason}", "it is asked again", at(3620))
     again, _ = step(job, Answered("snooze", "", "ada", at(7000)), at(30))
-    assert again.because == f"ada snoozed it; {before.because}"  # not longer each time
+    assert again.reason == f"ada snoozed it; {before.reason}"  # not longer each time
     job, decision = step(again, DeadlinePassed(at(7000)), at(7000))
     assert decision == before.asked
-    assert (job.because, job.next.what) == (before.because, before.next.what)
+    assert (job.reason, job.next.what) == (before.reason, before.next.what)
     assert job.next.at == at(7000) + ASKS.timeouts.answer_within
     assert isinstance(step(job, DeadlinePassed(job.next.at), at(99999))[1], Stop)
 
@@ -63,7 +63,7 @@ def test_what_was_taken_over_has_no_deadline_until_somebody_says_more() -> None:
     before = asking()
     job, decision = step(before, Answered("take-over", "I look at the data", "ada"), at(20))
     assert isinstance(decision, Ask)
-    assert job.because == f"ada has taken it over: I look at the data; before that: {before.because}"
+    assert job.reason == f"ada has taken it over: I look at the data; before that: {before.reason}"
     assert (job.phase, job.next.at) == (Phase.WAITING_FOR_PERSON, None)
     assert "answer approve" in job.next.what
     assert isinstance(step(job, Answered("approve", "", "ada"), at(30))[1], Relaunch)
@@ -80,10 +80,10 @@ def test_a_snooze_of_what_was_taken_over_ends_with_it_taken_over_again() -> None
 
 @pytest.mark.parametrize("phase", [Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES, Phase.QUEUED])
 def test_what_relaunch_works_at_can_be_taken_over_and_else_asks_nothing(phase: Phase) -> None:
-    job = replace(running(), phase=phase, because="generation 2 is launched")
+    job = replace(running(), phase=phase, reason="generation 2 is launched")
     after, decision = step(job, Answered("take-over", "", "ada"), at(20))
     assert isinstance(decision, Ask)
-    assert after.because == "ada has taken it over; before that: generation 2 is launched"
+    assert after.reason == "ada has taken it over; before that: generation 2 is launched"
     for answer in ("approve", "deny", "snooze"):
         assert may_answer(job, answer, at(20)) == f"it is {phase} and asks nothing"
 

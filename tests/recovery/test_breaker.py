@@ -10,7 +10,7 @@ from relaunch.evidence.findings import Verdict
 from relaunch.pool.facts import Applied, PauseAsked, QuarantineAsked, ResumeAsked
 from relaunch.pool.messages import Permit, Place
 from relaunch.pool.orders import StartRepair, TellJob, TellRepair
-from relaunch.pool.state import Standing
+from relaunch.pool.state import NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 EIGHT = nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8")
@@ -34,15 +34,15 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
     assert not desk.state.breaker.is_open
     desk.now += timedelta(minutes=3)
     fail(desk, "n4", seq=2)
-    assert desk.state.breaker.because == "3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2"
+    assert desk.state.breaker.reason == "3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2"
     assert desk.state.breaker.since == desk.now
     desk.claim("b", 1)
-    assert desk.grants("waiting")["b"].because == (
+    assert desk.grants("waiting")["b"].reason == (
         "the breaker of fleet gpus is open since 12:03 UTC: 3 of 8 nodes are out (n2, n3, n4); limits.nodes_out allows 2; "
         "relaunch nodes resume closes it"
     )
     assert desk.go(ended("n2")) == []
-    assert desk.node("n4").standing is Standing.SUSPECT
+    assert desk.node("n4").standing is NodeStatus.SUSPECT
     assert desk.claim("c", 1, running=True, keep=("n8",)) == []
     assert desk.record("c").granted == (Place("n8", "10.0.0.8"),), "it has that already"
 
@@ -50,13 +50,13 @@ def test_one_node_too_many_opens_the_breaker_and_nothing_is_repaired_or_granted(
 def test_a_breaker_that_was_closed_opens_again_only_for_one_more_node() -> None:
     desk = Desk(*EIGHT, nodes_out=1, repairs_at_once=1)
     fail(desk, "n2", "n3", "n4", "n5", "n6")
-    assert desk.state.breaker.because == "5 of 8 nodes are out (n2, n3, n4, n5 and 1 more); limits.nodes_out allows 1"
+    assert desk.state.breaker.reason == "5 of 8 nodes are out (n2, n3, n4, n5 and 1 more); limits.nodes_out allows 1"
     desk.claim("b", 1)
     assert desk.go(RESUME) != []
     assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
     assert desk.granted()["b"] == ["n7"]
     fail(desk, "n8", seq=2)
-    assert desk.state.breaker.because.endswith("limits.nodes_out allows 1, and 5 were when it was resumed")
+    assert desk.state.breaker.reason.endswith("limits.nodes_out allows 1, and 5 were when it was resumed")
 
 
 def test_what_a_person_knew_of_is_forgotten_once_it_is_over() -> None:
@@ -84,7 +84,7 @@ def test_what_a_repair_could_not_mend_counts() -> None:
     fail(desk, "n2")
     desk.go(ended("n2", "refused"))
     fail(desk, "n3", seq=2)
-    assert desk.state.breaker.because.startswith("2 of 8 nodes are out (n2, n3)")
+    assert desk.state.breaker.reason.startswith("2 of 8 nodes are out (n2, n3)")
 
 
 # --- pause
@@ -118,8 +118,8 @@ def test_what_asked_before_a_resume_is_told_to_ask_again(open_it: bool) -> None:
     assert desk.go(permit("n2")) == []
     desk.now += timedelta(minutes=5)
     desk.go(RESUME)
-    because = "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at 2026-03-01T12:05+00:00; ask again"
-    assert desk.of(TellRepair) == [TellRepair("repair/gpus/n2", Permit("r1", 1, False, because, stale=True))]
+    reason = "it was asked at 2026-03-01T12:00+00:00, before grace resumed repairs at 2026-03-01T12:05+00:00; ask again"
+    assert desk.of(TellRepair) == [TellRepair("repair/gpus/n2", Permit("r1", 1, False, reason, stale=True))]
     assert allowed(desk) == {"n2": False}
     desk.go(permit("n2", seq=2))
     assert allowed(desk) == {"n2": True}
@@ -139,7 +139,7 @@ def test_what_a_repair_came_to_that_had_to_ask_again_is_examined_anew(verdict: V
     asked_while_paused(desk)
     desk.now += timedelta(seconds=1)
     assert desk.go(ended("n4", "refused", verdict=verdict)) == [StartRepair("n4", "it failed on n4")]
-    assert (desk.node("n4").standing, desk.node("n4").by) == (Standing.REPAIRING, "job a")
+    assert (desk.node("n4").standing, desk.node("n4").by) == (NodeStatus.REPAIRING, "job a")
 
 
 def test_only_the_last_answer_to_a_repair_says_whether_it_had_to_ask_again() -> None:
@@ -148,21 +148,21 @@ def test_only_the_last_answer_to_a_repair_says_whether_it_had_to_ask_again() -> 
     desk.go(permit("n4", seq=2))
     assert allowed(desk) == {"n4": True}
     desk.go(ended("n4", "refused"))
-    assert desk.node("n4").standing is Standing.QUARANTINED
+    assert desk.node("n4").standing is NodeStatus.QUARANTINED
 
 
 def test_a_repair_that_had_to_ask_again_and_proved_the_node_healthy_all_the_same_is_done() -> None:
     desk = Desk()
     asked_while_paused(desk)
     desk.go(ended("n4"))
-    assert desk.node("n4").standing is Standing.IN_SERVICE
+    assert desk.node("n4").standing is NodeStatus.IN_SERVICE
 
 
 def test_a_person_s_quarantine_outlasts_a_repair_that_had_to_ask_again() -> None:
     desk = Desk()
     asked_while_paused(desk)
     desk.go(QuarantineAsked("n4", "a fan", "grace"), ended("n4", "refused"))
-    assert (desk.node("n4").standing, desk.node("n4").by) == (Standing.QUARANTINED, "grace")
+    assert (desk.node("n4").standing, desk.node("n4").by) == (NodeStatus.QUARANTINED, "grace")
 
 
 # --- permits
@@ -222,7 +222,7 @@ def test_one_reboot_too_many_within_an_hour_opens_the_breaker() -> None:
     assert allowed(desk) == {"n4": True}
     desk.go(permit("n4", "reboot", seq=2), permit("n5", "reset"))
     assert allowed(desk) == {}
-    assert desk.state.breaker.because == "the reboot of n4 (Xid 79) would be number 3 within 1h; limits.reboots_per_hour allows 2"
+    assert desk.state.breaker.reason == "the reboot of n4 (Xid 79) would be number 3 within 1h; limits.reboots_per_hour allows 2"
     desk.go(RESUME)
     assert allowed(desk) == {"n4": False, "n5": False}
     assert desk.state.reboots == ()

@@ -210,7 +210,7 @@ def test_with_overrides_the_tables_are_made_once_and_travel_through_json() -> No
 
 
 def test_an_xid_override_keeps_what_nvidia_says_and_names_the_policy() -> None:
-    row = catalog(overrides(xid={"63": {"cause": "GPU_RESET", "because": "our fleet resets at once"}})).xids[63]
+    row = catalog(overrides(xid={"63": {"cause": "GPU_RESET", "reason": "our fleet resets at once"}})).xids[63]
     assert (row.role, row.cause, row.action, row.by_user) == (Role.ROOT, Cause.GPU_RESET, "IGNORE", True)
     assert row.meaning.endswith("(your policy: our fleet resets at once)")
 
@@ -258,11 +258,11 @@ LINE = {"id": "ours", "pattern": "x", "role": "symptom", "meaning": "m"}
         ({"xid": {1000: {"cause": "GPU_RESET"}}}, "1000 is no Xid: expected a number from 1 to 999"),
         ({"xid": {"gpu": {"cause": "GPU_RESET"}}}, "valid integer"),
         ({"xid": {63: {}}}, "an Xid is given a cause, a role, or both: this names neither"),
-        ({"xid": {63: {"because": "so"}}}, "an Xid is given a cause, a role, or both: this names neither"),
+        ({"xid": {63: {"reason": "so"}}}, "an Xid is given a cause, a role, or both: this names neither"),
         ({"xid": {63: {"role": "root"}}}, "this Xid is a root and names no cause: say which, such as cause: GPU_RESET, or another role"),
         ({"xid": {63: {"cause": "BROKEN"}}}, "GPU_FATAL"),
-        ({"xid": {63: {"cause": "GPU_RESET", "reason": "so"}}}, "Extra inputs are not permitted"),
-        ({"xid": {63: {"cause": "GPU_RESET", "because": "x" * 201}}}, "at most 200 characters"),
+        ({"xid": {63: {"cause": "GPU_RESET", "because": "so"}}}, "Extra inputs are not permitted"),
+        ({"xid": {63: {"cause": "GPU_RESET", "reason": "x" * 201}}}, "at most 200 characters"),
         ({"exit": {"exit 0": {"cause": "PREEMPTED", "meaning": "m"}}}, "'exit 0' is success and means nothing else"),
         ({"exit": {"exit 256": {"cause": "PREEMPTED", "meaning": "m"}}}, "'exit 256' names no exit: expected a code from 1 to 255"),
         ({"exit": {"42": {"cause": "PREEMPTED", "meaning": "m"}}}, "'42' names no exit"),

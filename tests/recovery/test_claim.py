@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from relaunch.evidence.causes import Cause
 from relaunch.job.claim import SUSPECTS_OF_ONE, SUSPECTS_TOLD, claim, give_back, suspects
-from relaunch.job.events import CancelRequested, LeaveAsked, LeaveDue, NodesAcquired, NodesMissing, RetryRequested, Submitted
+from relaunch.job.events import CancelRequested, DrainDue, DrainRequested, NodesAcquired, NodesMissing, RetryRequested, Submitted
 from relaunch.job.incidents import MAX_FAULTS, add_unhealthy_nodes, open_incident
 from relaunch.job.ranks import keep_places, rank_environments, seat
 from relaunch.job.state import Avoided, Diagnosis, FaultRecord, Ignore, Incident, JobState, Phase, Relaunch, Slot, Stop, Wait
@@ -213,11 +213,11 @@ def test_a_node_that_comes_back_while_another_fault_is_open_is_not_charged() -> 
 
 
 def asked(job: JobState, node: str = "n2") -> JobState:
-    return step(job, LeaveAsked(node, "new power supply", "grace", at(60)))[0]
+    return step(job, DrainRequested(node, "new power supply", "grace", at(60)))[0]
 
 
 def test_a_job_that_is_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
-    job, decision = step(running(), LeaveAsked("n2", "new power supply", "grace", at(60)))
+    job, decision = step(running(), DrainRequested("n2", "new power supply", "grace", at(60)))
     assert isinstance(decision, Ignore) and job.phase is Phase.RUNNING
     assert [(one.node, one.by, one.until) for one in job.leaving] == [("n2", "grace", at(60))]
     assert job.notices == ("grace wants n2 by 2026-11-21T03:01+00:00: new power supply",)
@@ -227,9 +227,9 @@ def test_a_job_that_is_asked_to_leave_a_node_goes_on_until_it_has_to() -> None:
 
 def test_when_it_has_to_leave_it_is_launched_without_that_node_and_nothing_is_spent() -> None:
     before = asked(running())
-    job, decision = step(before, LeaveDue("n2"), at(60))
+    job, decision = step(before, DrainDue("n2"), at(60))
     assert isinstance(decision, Relaunch) and (decision.without, decision.keep_nodes) == (("n2",), True)
-    assert decision.because == "grace wants n2: new power supply"
+    assert decision.reason == "grace wants n2: new power supply"
     assert (job.generation, job.restarts_spent, job.tries, job.incident) == (before.generation + 1, 0, (), None)
     job, _ = step(job, NodesAcquired((Slot("n1", "10.0.0.1"), Slot("n3", "10.0.0.3"))))
     assert job.leaving == ()
@@ -238,13 +238,13 @@ def test_when_it_has_to_leave_it_is_launched_without_that_node_and_nothing_is_sp
 def test_a_node_that_is_not_its_own_is_not_left() -> None:
     job = asked(running(), "n7")
     assert (job.leaving, job.notices) == ((), ())
-    assert isinstance(step(job, LeaveDue("n7"))[1], Ignore)
+    assert isinstance(step(job, DrainDue("n7"))[1], Ignore)
 
 
 def test_nobody_leaves_twice_or_while_something_else_is_done() -> None:
     waiting, _ = play(new_job(), Submitted("", ""), NodesMissing("0 of 2"))
-    assert isinstance(step(waiting, LeaveDue("n2"))[1], Ignore)
-    assert isinstance(step(running(), LeaveDue("n2"))[1], Ignore)
+    assert isinstance(step(waiting, DrainDue("n2"))[1], Ignore)
+    assert isinstance(step(running(), DrainDue("n2"))[1], Ignore)
 
 
 # --- nodes that come late, and places

@@ -65,7 +65,7 @@ def test_every_sample_is_read_as_its_manifest_says(case: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("file", "because"),
+    ("file", "reason"),
     [
         ("v4_r1_pass_8gpu.json", "1 test passed on GPUs 0-7"),
         ("v4.6_r1_gpu2_row_remap_failure_reset.json", "GPU 2: row remap failure (DCGM 80): unrecoverable memory damage"),
@@ -77,8 +77,8 @@ def test_every_sample_is_read_as_its_manifest_says(case: dict[str, Any]) -> None
         ("v4_r3_all_skip.json", "nothing beyond the software checks was run"),
     ],
 )
-def test_one_clause_names_the_gpus_and_what_was_found(file: str, because: str) -> None:
-    assert because == read_diag(sample(file), EXITS[file]).because
+def test_one_clause_names_the_gpus_and_what_was_found(file: str, reason: str) -> None:
+    assert reason == read_diag(sample(file), EXITS[file]).reason
 
 
 DISABLED = "Persistence mode for GPU {} is disabled."
@@ -88,7 +88,7 @@ BROKEN = document_4(result_4(0), name="memory, {all of it TEXT").replace("TEXT",
 
 
 @pytest.mark.parametrize(
-    ("stdout", "exit_code", "advice", "because"),
+    ("stdout", "exit_code", "advice", "reason"),
     [
         pytest.param(REAL, 226, Advice.CONFIG_ERROR, "GPU 0: persistence mode", id="the real capture is a setting and not a broken GPU"),
         pytest.param(sample("v3_leading_garbage.txt"), 0, Advice.HEALTHY, "9 tests passed", id="lines before the document do not matter"),
@@ -138,16 +138,16 @@ BROKEN = document_4(result_4(0), name="memory, {all of it TEXT").replace("TEXT",
         pytest.param(BROKEN, 0, Advice.INCONCLUSIVE, "no DCGM document", id="a text that breaks off behind a comma and a brace of its own"),
     ],
 )
-def test_the_output_and_the_exit_code_are_weighed_together(stdout: str, exit_code: int | None, advice: Advice, because: str) -> None:
+def test_the_output_and_the_exit_code_are_weighed_together(stdout: str, exit_code: int | None, advice: Advice, reason: str) -> None:
     found = read_diag(stdout, exit_code)
-    assert (advice, True) == (found.advice, because in found.because), found.because
+    assert (advice, True) == (found.advice, reason in found.reason), found.reason
 
 
 TEST = ("DCGM Diagnostic", "test_categories", 1, "tests", 0)
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "because"),
+    ("place", "value", "reason"),
     [
         (TEST[:3], "torn", "an entry of test_categories cannot be read"),
         ((*TEST[:3], "category"), None, "a category of tests has no readable name"),
@@ -162,7 +162,7 @@ TEST = ("DCGM Diagnostic", "test_categories", 1, "tests", 0)
         ((*TEST, "test_summary", "status"), "Fail", "the node: memory failed without saying why"),
     ],
 )
-def test_one_place_that_cannot_be_read_is_in_the_way_of_health(place: tuple[Any, ...], value: object, because: str) -> None:
+def test_one_place_that_cannot_be_read_is_in_the_way_of_health(place: tuple[Any, ...], value: object, reason: str) -> None:
     document = json.loads(sample("v4_r2_xid45_during_pcie_triage.json"))
     del document["DCGM Diagnostic"]["test_categories"][2]  # the only one that failed
     assert read_diag(json.dumps(document), 0).verdict == Verdict.HEALTHY
@@ -171,7 +171,7 @@ def test_one_place_that_cannot_be_read_is_in_the_way_of_health(place: tuple[Any,
         holder = holder[key]
     holder[place[-1]] = value
     found = read_diag(json.dumps(document), 0)
-    assert (found.advice, because in found.because) == (Advice.INCONCLUSIVE, True), found.because
+    assert (found.advice, reason in found.reason) == (Advice.INCONCLUSIVE, True), found.reason
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_version_3_puts_all_gpus_into_one_deployment_result_and_the_texts_tell_t
     errors = [{"error_id": 29, "error_severity": 5, "warnings": DISABLED.format(gpu)} for gpu in (0, 1, 2)]
     failed = {"gpu_id": 2, "status": "Fail", "warnings": errors}
     found = read_diag(document_3(failed, name="Persistence Mode", category="Deployment"), 226)
-    assert [finding.gpu for finding in found.findings] == ["0", "1", "2"] and found.because.startswith("GPUs 0-2: ")
+    assert [finding.gpu for finding in found.findings] == ["0", "1", "2"] and found.reason.startswith("GPUs 0-2: ")
 
 
 def test_version_3_names_a_gpu_by_a_string_or_by_an_integer() -> None:
@@ -234,13 +234,13 @@ def test_an_error_of_a_switch_is_no_gpus() -> None:
         "warnings": [error(109, "fatal SXID 20034")],
     }
     found = read_diag(document_4(result_4(0), switch), 0)
-    assert (found.advice, found.findings[0].gpu, found.because.startswith("Switch 4: ")) == (Advice.ISOLATE, None, True)
+    assert (found.advice, found.findings[0].gpu, found.reason.startswith("Switch 4: ")) == (Advice.ISOLATE, None, True)
 
 
 def test_a_cpu_that_failed_is_the_hosts_fault() -> None:
     cpu = {"entity_group": "CPU", "entity_group_id": 7, "entity_id": 1, "status": "Fail", "warnings": [error(95, "")]}
     (finding,) = read_diag(document_4(cpu, name="cpu_eud"), 205).findings
-    assert (finding.cause, finding.gpu, finding.because) == (Cause.NODE_FAULT, None, "EUD test failed")
+    assert (finding.cause, finding.gpu, finding.reason) == (Cause.NODE_FAULT, None, "EUD test failed")
 
 
 def test_of_very_many_findings_the_gravest_are_kept() -> None:
@@ -268,7 +268,7 @@ def test_of_two_findings_the_graver_wins_and_comes_first(graver: Advice, lesser:
     document = document_4(result_4(0, "Fail", error(IDS[lesser], "a")), result_4(1, "Fail", error(IDS[graver], "b")))
     found = read_diag(document, 226)
     assert (graver, f"DCGM {IDS[graver]}", "1") == (found.advice, found.findings[0].code, found.findings[0].gpu)
-    assert found.because.startswith("GPU 1: ")
+    assert found.reason.startswith("GPU 1: ")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_of_two_findings_the_graver_wins_and_comes_first(graver: Advice, lesser:
 )
 def test_only_hardware_that_was_found_broken_is_a_cause(code: int, role: Role, cause: Cause | None) -> None:
     (finding,) = read_diag(document_4(result_4(5, "Fail", error(code, "GPU 5: so it is"))), 226).findings
-    assert (role, cause, "5", "GPU 5: so it is") == (finding.role, finding.cause, finding.gpu, finding.because)
+    assert (role, cause, "5", "GPU 5: so it is") == (finding.role, finding.cause, finding.gpu, finding.reason)
 
 
 def test_the_user_has_the_last_word_on_an_error_id_and_then_205_says_nothing_more() -> None:
@@ -295,7 +295,7 @@ def test_the_user_has_the_last_word_on_an_error_id_and_then_205_says_nothing_mor
 def test_a_text_may_hold_half_a_surrogate_and_any_length_and_still_travels() -> None:
     text = "\\ud800 " + "x " * 5000
     found = read_diag(document_4(result_4(0, "Fail", error(52, "TEXT"))).replace("TEXT", text), 205)
-    assert len(found.findings[0].because.encode()) <= 200 and len(found.because.encode()) < 400
+    assert len(found.findings[0].reason.encode()) <= 200 and len(found.reason.encode()) < 400
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,8 @@ def _passed(node: Any) -> bool:
 
 
 def _consistent(found: Examination) -> None:
-    assert found.because and found.verdict == VERDICTS.get(found.advice, "UNKNOWN")
-    json.dumps([found.because, found.version, *(finding.because for finding in found.findings)], ensure_ascii=False).encode()
+    assert found.reason and found.verdict == VERDICTS.get(found.advice, "UNKNOWN")
+    json.dumps([found.reason, found.version, *(finding.reason for finding in found.findings)], ensure_ascii=False).encode()
 
 
 @searched(100)

@@ -69,7 +69,7 @@ def test_s3_2_a_failed_rank_restarts_all_and_the_try_is_spent_before_anything_st
         decision.spent,
     ) == (2, Strategy.RESTART_IN_PLACE, Cause.APPLICATION, True)
     assert (job.generation, job.restarts_spent, len(job.tries)) == (2, 1, 1)
-    assert "ValueError: bad batch" in decision.because
+    assert "ValueError: bad batch" in decision.reason
 
 
 def test_s3_2_the_ladder_ends_and_the_job_fails_with_the_ranks_exit_code() -> None:
@@ -89,7 +89,7 @@ def test_max_restarts_is_the_jobs_own_budget_over_all_causes() -> None:
     job, _ = step(job, fault(job, BUG))
     job, decision = step(relaunched(job), fault(job, KILL))
     assert isinstance(decision, Stop)
-    assert "all 1 restarts are spent" in decision.because
+    assert "all 1 restarts are spent" in decision.reason
 
 
 def test_a_fault_that_is_not_the_jobs_own_spends_nothing() -> None:
@@ -144,7 +144,7 @@ def test_no_progress_stop_counts_known_flat_generations_of_the_jobs_own_faults()
         job = relaunched(job)
         job, decision = play(job, ProgressSeen(job.generation, 10, T0), fault(job, BUG))
         assert isinstance(decision, expected), decision
-    assert "without passing step 10" in decision.because
+    assert "without passing step 10" in decision.reason
 
 
 def test_unknown_progress_never_counts_as_flat() -> None:
@@ -286,7 +286,7 @@ def test_a_node_that_claims_a_higher_generation_at_each_launch_is_left() -> None
     job, decision = step(job, claim)
     assert isinstance(decision, Relaunch)
     assert (decision.strategy, decision.cause, decision.without) == (Strategy.REPLACE_NODE, Cause.NODE_LOST, ("n1",))
-    assert "n1 refused 4 launches in a row" in decision.because
+    assert "n1 refused 4 launches in a row" in decision.reason
     _, decision = step(job, LaunchRefused(job.generation, (NodeRefusal("n1", "not_above", "…", (1000, job.generation + 1)),)))
     assert decision.strategy is None  # another node may have seen a higher one
 

@@ -142,7 +142,7 @@ SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
 
 
 @pytest.mark.parametrize(
-    ("observations", "cause", "because"),
+    ("observations", "cause", "reason"),
     [
         pytest.param(
             (exited(3, signal=9, pid=4711, kernel=KERNEL_KILLED_IT),), Cause.OUT_OF_MEMORY, "Out of memory", id="the kernel killed it"
@@ -174,9 +174,9 @@ SUPERSEDED = RanksFenced("n2", T0, "superseded", "generation 2 runs")
         pytest.param((exited(1, signal=77, stopped=True),), Cause.PLATFORM, "ended with signal 77", id="by a signal without a name"),
     ],
 )
-def test_what_is_said_where_little_is_known(observations: tuple[Observation, ...], cause: Cause, because: str) -> None:
+def test_what_is_said_where_little_is_known(observations: tuple[Observation, ...], cause: Cause, reason: str) -> None:
     diagnosis = diagnose(running(), FaultObserved(1, observations, 0, T0))
-    assert (cause, because in diagnosis.because) == (diagnosis.cause, True), diagnosis.because
+    assert (cause, reason in diagnosis.reason) == (diagnosis.cause, True), diagnosis.reason
 
 
 @pytest.mark.parametrize(
@@ -200,20 +200,20 @@ def test_only_what_may_be_a_cause_is_reported_at_once(observation: Observation, 
 def test_s3_6_the_traceback_of_the_root_travels() -> None:
     diagnosis = diagnose(running(), fault(running(), ECHO_BY_ERROR, RAISED))
     assert "ValueError: bad batch" in diagnosis.traceback
-    assert "rank 2 on n2" in diagnosis.because
+    assert "rank 2 on n2" in diagnosis.reason
 
 
 def test_s1_1_every_exit_is_named_with_its_code_or_signal() -> None:
-    assert "was killed by SIGKILL" in diagnose(running(), fault(running(), KILLED)).because
-    assert "exited with code 5" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese",)))).because
-    assert "out of cheese" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese", " ")))).because
+    assert "was killed by SIGKILL" in diagnose(running(), fault(running(), KILLED)).reason
+    assert "exited with code 5" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese",)))).reason
+    assert "out of cheese" in diagnose(running(), fault(running(), exited(code=5, log_tail=("out of cheese", " ")))).reason
 
 
 ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due to memory usage"
 
 
 @pytest.mark.parametrize(
-    ("observations", "cause", "ranks", "because"),
+    ("observations", "cause", "ranks", "reason"),
     [
         pytest.param(
             (exited(3, code=137, ecs=EcsStop(ENDED, OOM)),), Cause.OUT_OF_MEMORY, (3,), "OutOfMemoryError", id="137 that ECS explains"
@@ -237,11 +237,11 @@ ENDED, OOM = "EssentialContainerExited", "OutOfMemoryError: Container killed due
     ],
 )
 def test_s1_1_what_ecs_says_of_a_ranks_end(
-    observations: tuple[Observation, ...], cause: Cause, ranks: tuple[int, ...], because: str
+    observations: tuple[Observation, ...], cause: Cause, ranks: tuple[int, ...], reason: str
 ) -> None:
     diagnosis = diagnose(running(), FaultObserved(1, observations, 0, T0))
     assert (diagnosis.cause, diagnosis.ranks) == (cause, ranks)
-    assert because in diagnosis.because
+    assert reason in diagnosis.reason
 
 
 def test_a_reboot_beats_what_ranks_say() -> None:
@@ -300,7 +300,7 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("observations", "cause", "because", "ranks"),
+    ("observations", "cause", "reason", "ranks"),
     [
         pytest.param(
             (exited(17, "n2", code=1, launcher=True, log_tail=("/usr/bin/python: No module named torch",)),),
@@ -326,15 +326,15 @@ def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, .
     ],
 )
 def test_the_end_of_a_launcher_whose_ranks_did_nothing_names_no_rank(
-    observations: tuple[Observation, ...], cause: Cause, because: str, ranks: tuple[int, ...]
+    observations: tuple[Observation, ...], cause: Cause, reason: str, ranks: tuple[int, ...]
 ) -> None:
     job = running(launcher="torchrun", nproc_per_node=8)
     found = diagnose(job, FaultObserved(1, observations, 0, T0))
     assert (cause, ranks) == (found.cause, found.ranks)
-    assert because in found.because
+    assert reason in found.reason
 
 
 def test_no_evidence_at_all_says_which_launcher_ended_first() -> None:
     job, _ = step(running(launcher="torchrun"), NodeUnreachable(1, "n1", timedelta(minutes=3), "no route to host"))
     found = diagnose(job, FaultObserved(1, (exited(5, "n2", signal=9, launcher=True),), 0, T0))
-    assert "the launcher on n2 ended with SIGKILL" in found.because
+    assert "the launcher on n2 ended with SIGKILL" in found.reason

@@ -19,7 +19,7 @@ from relaunch.cli import app
 from relaunch.cli.event_file import EventFile, read_events
 from relaunch.cli.policies import Trial, read, read_changes, try_on_events
 from relaunch.cli.policy_views import ladders
-from relaunch.config import Mistake
+from relaunch.config import ConfigError
 from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.evidence.observations import Observation, RankExited, RanksFenced, RanksVanished
 from relaunch.fields import duration
@@ -112,7 +112,7 @@ def refusals() -> str:
         file = Path(folder) / "policy.yaml"
         for text in REFUSED:
             file.write_text(text + "\n")
-            with pytest.raises(Mistake) as refusal:
+            with pytest.raises(ConfigError) as refusal:
                 read(str(file))
             sentence = re.sub(rf"^{re.escape(folder)}/policy.yaml:\d+: ", "", str(refusal.value))
             rows.append(f"| `{text.replace(chr(10), '; ')}` | {sentence} |")
@@ -125,7 +125,7 @@ def incident(path: Path) -> str:
     before, seen = "", set[str]()
     for at, evidence, decision in _rows(path):
         if evidence is None:
-            lines[-1] += f" → {decision.because}"
+            lines[-1] += f" → {decision.reason}"
             continue
         shown = "the same again" if evidence in seen and len(evidence) > SHORT / 2 else evidence
         seen.add(evidence)
@@ -134,13 +134,13 @@ def incident(path: Path) -> str:
             if len(shown) > SHORT
             else [f"- `{at}` {shown} → {_decided(decision, before)}"]
         )
-        if "; " in decision.because:
-            before = decision.because
+        if "; " in decision.reason:
+            before = decision.reason
     return "\n".join(lines) + "\n"
 
 
 def _decided(decision: Decision, before: str) -> str:
-    text = f"**{named(decision)}** {_beyond(before, decision.because)}"
+    text = f"**{named(decision)}** {_beyond(before, decision.reason)}"
     if isinstance(decision, Relaunch) and decision.delay:
         text += f", after {duration(decision.delay)}"
     return text + (f" *Left: {decision.left}.*" if isinstance(decision, Relaunch | Repair) and decision.left else "")
@@ -167,13 +167,13 @@ def _rows(path: Path) -> Iterator[tuple[str, str | None, Decision]]:
     assert not told, f"{path.name}: the job has ended before {told[0].event.kind}"
 
 
-def _beyond(before: str, because: str) -> str:
+def _beyond(before: str, reason: str) -> str:
     """A reason without the clauses that the one before it began with."""
-    known, clauses = before.split("; "), because.split("; ")
+    known, clauses = before.split("; "), reason.split("; ")
     same = next(
         (index for index, pair in enumerate(zip(known, clauses, strict=False)) if pair[0] != pair[1]), min(len(known), len(clauses))
     )
-    return "; ".join(("…", *clauses[same:])) if same else because
+    return "; ".join(("…", *clauses[same:])) if same else reason
 
 
 def words(event: Event) -> str:
@@ -182,15 +182,15 @@ def words(event: Event) -> str:
             others = f"; {event.more} other ranks" if event.more else ""
             return "; ".join(map(_observed, event.observations)) + others
         case LaunchRefused():
-            return "; ".join(f"{each.node} refuses to start ({each.why}): {each.because}" for each in event.refusals)
+            return "; ".join(f"{each.node} refuses to start ({each.why}): {each.reason}" for each in event.refusals)
         case RanksHung():
-            return f"training stands still: {event.because}"
+            return f"training stands still: {event.reason}"
         case NodeUnreachable():
-            return f"{event.node} does not answer for {duration(event.unheard_for)}: {event.because}"
+            return f"{event.node} does not answer for {duration(event.unheard_for)}: {event.reason}"
         case NodesExamined():
-            return "examined: " + "; ".join(f"{each.node} {each.verdict}, {each.because}" for each in event.examined)
+            return "examined: " + "; ".join(f"{each.node} {each.verdict}, {each.reason}" for each in event.examined)
         case RepairEnded():
-            return f"the repair is {event.outcome}: {event.because}"
+            return f"the repair is {event.outcome}: {event.reason}"
         case ProgressSeen():
             return f"step {event.step} is reported"
         case RanksSucceeded():
@@ -212,7 +212,7 @@ def _observed(observation: Observation) -> str:
                 parts.append("kernel " + " ".join(f"`{line}`" for line in observation.kernel))
             return ", ".join(parts)
         case RanksVanished() | RanksFenced():
-            return f"{observation.node}: {observation.because}"
+            return f"{observation.node}: {observation.reason}"
 
 
 # --- what holds ---------------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def diagnosed(cause: Cause) -> Cause:
 def test_each_incident_begins_with_its_cause_and_ends_with_training_or_the_end_of_the_job(cause: Cause) -> None:
     decisions = [decision for *_, decision in _rows(path_of(cause))]
     assert diagnosed(cause) is cause
-    assert isinstance(decisions[-1], Stop) or decisions[-1].because.startswith("training passed step")
+    assert isinstance(decisions[-1], Stop) or decisions[-1].reason.startswith("training passed step")
 
 
 def cause_rows() -> list[tuple[Cause, str, list[str]]]:

@@ -15,9 +15,9 @@ from relaunch.job.apply import resubmit
 from relaunch.job.claim import as_it_is, claim, give_back, more_at
 from relaunch.job.events import (
     CancelRequested,
+    DrainRequested,
     FaultObserved,
     Launched,
-    LeaveAsked,
     NodesAcquired,
     NodesGranted,
     NodesOffered,
@@ -28,7 +28,7 @@ from relaunch.job.events import (
 from relaunch.job.fencing import fences
 from relaunch.job.ladder import left_with, why_left
 from relaunch.job.ranks import common_environment, keep_places, seat
-from relaunch.job.replay import Step, named, rehearse
+from relaunch.job.replay import Step, named, simulate
 from relaunch.job.state import Avoided, Decision, Ignore, JobState, Phase, Relaunch, Slot, Wait
 from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy, preset, resolve
@@ -85,7 +85,7 @@ def test_s3_3_a_job_shrinks_where_enough_is_left_and_spends_nothing() -> None:
     job, decision = climbed(elastic(policy=rungs(SHRINK, {"strategy": "FAIL"})), suspected(Cause.APPLICATION, "n2"))
     assert isinstance(decision, Relaunch)
     assert (decision.strategy, decision.without, decision.avoid, decision.keep_nodes) == (Strategy.SHRINK, ("n2",), (), True)
-    assert decision.because == "boom; SHRINK 1 for APPLICATION, to 3 of 4 nodes"
+    assert decision.reason == "boom; SHRINK 1 for APPLICATION, to 3 of 4 nodes"
     assert (job.restarts_spent, [one.strategy for one in job.tries], job.strategy) == (0, [Strategy.SHRINK], Strategy.SHRINK)
 
 
@@ -124,7 +124,7 @@ def test_whom_an_examination_finds_is_left_out() -> None:
 
 def test_nodes_that_it_has_to_leave_or_avoids_do_not_count_as_left() -> None:
     job = elastic(policy=rungs(SHRINK, {"strategy": "RESTART_IN_PLACE"}))
-    leaving, _ = step(job, LeaveAsked("n4", "a fan", "grace", at(60)))
+    leaving, _ = step(job, DrainRequested("n4", "a fan", "grace", at(60)))
     assert [slot.node for slot in left_with(leaving, ("n2",))] == ["n1", "n3"]
     assert why_left(job, left_with(leaving, ("n2",))) == "2 of 4 nodes: SHRINK left n2, n4"
     avoiding = replace(leaving, avoided=(Avoided("n3", "so", T0),))
@@ -142,12 +142,12 @@ def test_s3_3_a_lost_node_may_be_left_behind_without_another_one() -> None:
 
 def test_s3_3_a_job_that_has_fewer_says_so_and_when_more_are_worth_a_restart() -> None:
     job = elastic(3)
-    assert job.because == "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it grows again when the fleet has more"
+    assert job.reason == "generation 1 runs on n1, n2, n3; 3 of 4 nodes: n9 is quarantined (a fan); it grows again when the fleet has more"
     assert job.next.what.startswith(
         "from 2026-11-21 03:30:00 UTC on it takes more nodes when the fleet has them, by a restart of all ranks; the job"
     )
     never = elastic(3, policy=resolve({"grow_after": "off"}))
-    assert never.because.endswith("; it stays so, grow_after is off")
+    assert never.reason.endswith("; it stays so, grow_after is off")
     assert never.next.what == "the job ends when all ranks have exited with 0"
 
 
@@ -161,7 +161,7 @@ def test_s3_3_a_job_that_has_fewer_says_so_and_when_more_are_worth_a_restart() -
         pytest.param(running(nodes=2), None, id="not at all where it is of one size"),
         pytest.param(replace(elastic(3), launched_at=None), None, id="not before it runs"),
         pytest.param(replace(elastic(3), phase=Phase.NODE_LOST), None, id="not while something is wrong"),
-        pytest.param(step(elastic(3), LeaveAsked("n2", "", "", at(60)))[0], None, id="not while it has to leave a node"),
+        pytest.param(step(elastic(3), DrainRequested("n2", "", "", at(60)))[0], None, id="not while it has to leave a node"),
         pytest.param(walk(elastic(3), (gone("n2"), "WAIT NODE_LOST"), (back("n2"), "WAIT RUNNING"), now=at(100)), at(1900), id="anew"),
     ],
 )
@@ -186,9 +186,9 @@ def offered(job: JobState, *, now: Any = LATER, until: Any = at(9999)) -> tuple[
 def test_s3_3_an_offer_is_asked_for_while_the_ranks_run_on_and_only_a_grant_starts_them_anew() -> None:
     job, decision = offered(elastic(3))
     assert isinstance(decision, Wait) and (decision.phase, decision.until) == (Phase.RUNNING, None)
-    assert (job.generation, job.because) == (1, "the fleet offers n7: 3 -> 4 nodes")
+    assert (job.generation, job.reason) == (1, "the fleet offers n7: 3 -> 4 nodes")
     job, decision = step(job, NodesGranted(1, ("n1", "n2", "n3", "n7")), LATER)
-    assert isinstance(decision, Relaunch) and decision.because == "the fleet offers n7: 3 -> 4 nodes"
+    assert isinstance(decision, Relaunch) and decision.reason == "the fleet offers n7: 3 -> 4 nodes"
     assert (decision.strategy, decision.spent, decision.take, decision.without, decision.keep_nodes) == (
         Strategy.GROW,
         False,
@@ -207,7 +207,7 @@ def test_s3_3_an_offer_is_asked_for_while_the_ranks_run_on_and_only_a_grant_star
         pytest.param(elastic(4), LATER, id="it has all"),
         pytest.param(elastic(3, policy=resolve({"grow_after": "off"})), LATER, id="off"),
         pytest.param(running(nodes=2), LATER, id="of one size"),
-        pytest.param(step(elastic(3), LeaveAsked("n2", "", "", at(60)))[0], LATER, id="it has to leave a node"),
+        pytest.param(step(elastic(3), DrainRequested("n2", "", "", at(60)))[0], LATER, id="it has to leave a node"),
         pytest.param(walk(elastic(3), (gone("n2"), "WAIT NODE_LOST")), LATER, id="a node is lost"),
         pytest.param(walk(elastic(3), (died(), "RESTART_IN_PLACE")), LATER, id="it is launched anew"),
         pytest.param(relaunched(walk(elastic(3), (died(), "RESTART_IN_PLACE"))), LATER, id="an incident is open"),
@@ -228,14 +228,14 @@ def test_a_grant_of_nothing_new_restarts_nothing() -> None:
     for granted in ((), ("n1", "n2", "n3"), ("n1", "n2", "n7")):
         after, decision = step(job, NodesGranted(1, granted), LATER)
         assert isinstance(decision, Wait) and (after.generation, after.phase) == (1, Phase.RUNNING)
-        assert "it was offered more and has not grown" in after.because
+        assert "it was offered more and has not grown" in after.reason
 
 
 def test_a_grant_that_comes_when_something_else_is_the_matter_restarts_nothing() -> None:
     job, _ = offered(elastic(3))
     more = NodesGranted(1, ("n1", "n2", "n3", "n7"))
-    leaving, decision = play(job, LeaveAsked("n2", "", "", at(60)), more, now=LATER)
-    assert isinstance(decision, Wait) and leaving.because.endswith("it is not the time any more")
+    leaving, decision = play(job, DrainRequested("n2", "", "", at(60)), more, now=LATER)
+    assert isinstance(decision, Wait) and leaving.reason.endswith("it is not the time any more")
     lost = walk(job, (gone("n2"), "WAIT NODE_LOST"))
     assert isinstance(step(lost, more, LATER)[1], Ignore)
     broken = walk(job, (died(), "RESTART_IN_PLACE"))
@@ -247,7 +247,7 @@ def test_a_grown_job_is_complete_again() -> None:
     slots = seat(job.slots, tuple(map(Place, ("n1", "n2", "n3", "n7"))))
     job, _ = play(job, NodesAcquired(slots), Launched(2, LATER, LATER), now=LATER)
     assert (nodes(job), job.fewer, more_at(job)) == (["n1", "n2", "n3", "n7"], "", None)
-    assert job.because == "generation 2 runs on n1, n2, n3, n7"
+    assert job.reason == "generation 2 runs on n1, n2, n3, n7"
     job, _ = step(job, RetryRequested("", "ada"), LATER)
     assert job.strategy is None
 
@@ -297,7 +297,7 @@ def test_written_events_may_shrink_a_job_and_offer_it_more() -> None:
         (3999, NodesOffered(("n9",), at(9999))),
     )
     steps = [Step(at(seconds), event) for seconds, event in events]
-    done = rehearse(rungs(SHRINK, {"strategy": "FAIL"}), new_job(nodes=RANGE), steps)
+    done = simulate(rungs(SHRINK, {"strategy": "FAIL"}), new_job(nodes=RANGE), steps)
     assert [(one.event, named(one.decision)) for one in done if one.event not in ("NodesAcquired", "StepReached")] == [
         ("Submitted", "Relaunch"),
         ("Launched", "Wait RUNNING"),
@@ -310,7 +310,7 @@ def test_written_events_may_shrink_a_job_and_offer_it_more() -> None:
         ("Launched", "Wait RUNNING"),
         ("NodesOffered", "Ignore"),
     ]
-    sizes = [one.decision.because for one in done if one.event == "Launched"]
+    sizes = [one.decision.reason for one in done if one.event == "Launched"]
     assert [line.partition(";")[0] for line in sizes] == [
         "generation 1 runs on n1, n2, n3",
         "generation 2 runs on n1, n2",

@@ -137,7 +137,7 @@ def failing() -> JobState:
 
 
 @pytest.mark.parametrize(
-    ("job", "event", "expected", "because"),
+    ("job", "event", "expected", "reason"),
     [
         pytest.param(
             repairing,
@@ -195,11 +195,11 @@ def failing() -> JobState:
     ],
 )
 def test_what_follows_in_a_state_of_its_own(
-    job: Callable[[], JobState], event: Callable[[JobState], Event], expected: str, because: str
+    job: Callable[[], JobState], event: Callable[[JobState], Event], expected: str, reason: str
 ) -> None:
     before = job()
     after, decision = step(before, event(before))
-    assert (expected, because in decision.because) == (told(decision), True), decision.because
+    assert (expected, reason in decision.reason) == (told(decision), True), decision.reason
     assert expected != "IGNORE" or replace(after, notices=()) == before
 
 

@@ -52,7 +52,7 @@ def read(exit_code: int | None, signal: int | None = None, *, stopped: bool = Fa
 def test_an_exit_by_itself(exit_code: int | None, signal: int | None, code: str, role: Role, cause: Cause | None) -> None:
     found = read(exit_code, signal)
     assert ("exit", code, role, cause, 123) == (found.source, found.code, found.role, found.cause, found.pid)
-    assert found.because
+    assert found.reason
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_137_is_told_apart(
 ) -> None:
     found = read(exit_code, signal, stopped=stopped, kernel=kernel, pid=pid)
     assert (role, cause) == (found.role, found.cause)
-    assert words in found.because
+    assert words in found.reason
 
 
 def test_s1_1_a_code_that_stands_for_a_signal_says_so() -> None:
-    assert "exited with code 137, which stands for SIGKILL: " in read(137).because
-    assert read(3).because == "exited with code 3"
-    assert read(None, 11).because == "killed by SIGSEGV: segmentation fault"
+    assert "exited with code 137, which stands for SIGKILL: " in read(137).reason
+    assert read(3).reason == "exited with code 3"
+    assert read(None, 11).reason == "killed by SIGSEGV: segmentation fault"
 
 
 def test_success_is_success_also_when_we_stopped_it() -> None:
@@ -267,14 +267,14 @@ def test_the_first_row_reads_a_line_and_the_order_of_the_lines_is_kept() -> None
     ]
     found = read_log(lines, catalog())
     assert [each.code for each in found] == ["log illegal_access", "log nccl_teardown", "log signal_exit"]
-    assert "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory access was encountered" in found[0].because
+    assert "or ran what is no instruction: RuntimeError: CUDA error: an illegal memory access was encountered" in found[0].reason
     assert (found[0].role, found[0].cause) == (Role.ROOT, Cause.GPU_USER_INDUCED)
 
 
 def test_an_xid_in_a_log_is_read_by_the_table_of_xids() -> None:
     known, unknown = read_log([f"NVRM: Xid (PCI:0000:05:00): {code}, pid=1" for code in (79, 999)], catalog())
     assert (known.role, known.cause) == (Role.ROOT, Cause.GPU_FATAL)
-    assert "Xid 79, the GPU has fallen off the bus" in known.because
+    assert "Xid 79, the GPU has fallen off the bus" in known.reason
     assert (unknown.role, unknown.cause) == (Role.SYMPTOM, None)
 
 
@@ -370,4 +370,4 @@ def test_s1_1_every_end_of_an_ecs_task_is_classified(
 ) -> None:
     found = read_ecs_stop(stop_code, reason, exit_code, catalog())
     assert ("ecs", code, role, cause) == (found.source, found.code, found.role, found.cause)
-    assert reason in found.because and (stop_code or "without a stop code") in found.because
+    assert reason in found.reason and (stop_code or "without a stop code") in found.reason

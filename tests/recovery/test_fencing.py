@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from relaunch.generation import LaunchedGeneration
-from relaunch.job.apply import absorb, resubmit
+from relaunch.job.apply import apply_event, resubmit
 from relaunch.job.claim import claim, give_back, is_known_by
 from relaunch.job.events import (
     Answered,
@@ -126,7 +126,7 @@ def short(job: JobState) -> PolicyChanged:
 def test_a_changed_policy_changes_the_next_launch_and_no_rank_that_runs() -> None:
     job, _ = play(running(), NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), now=at(120))
     before = safe_after(job, at(120))
-    changed = absorb(job, short(job), at(121))
+    changed = apply_event(job, short(job), at(121))
     assert safe_after(changed, at(120)) == before
     times = running_timeouts(changed)
     assert (times.lease, times.fence_after, times.stop_grace) == tuple(timedelta(seconds=seconds) for seconds in (60, 60, 15))
@@ -136,13 +136,13 @@ def test_a_changed_policy_changes_the_next_launch_and_no_rank_that_runs() -> Non
 
 def test_heartbeats_come_often_enough_for_the_lease_that_runs() -> None:
     slow = policy(timeouts={"lease": "600s", "heartbeat": "120s", "lost_after": "600s", "fence_after": "120s"})
-    changed = absorb(running(), PolicyChanged(slow, "", ""), T0)
+    changed = apply_event(running(), PolicyChanged(slow, "", ""), T0)
     assert (running_timeouts(changed).lease, running_timeouts(changed).heartbeat) == (timedelta(seconds=60), timedelta(seconds=20))
     assert running_timeouts(new_job(policy=slow)) == slow.timeouts
 
 
 def test_strict_lease_does_not_make_ranks_fence_that_run_without_it() -> None:
-    job = absorb(running(gang="independent"), short(new_job()), T0)
+    job = apply_event(running(gang="independent"), short(new_job()), T0)
     assert not fences(job)
     job, decision = play(job, NodeUnreachable(1, "n2", timedelta(seconds=20), "no route"), RanksHung(1, (0,), "flat", T0))
     assert isinstance(decision, Wait) and not may_leave_lost_behind(job)
@@ -151,20 +151,20 @@ def test_strict_lease_does_not_make_ranks_fence_that_run_without_it() -> None:
 
 def test_a_launch_is_written_down_when_it_is_ordered_even_where_something_else_was_decided_since() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
-    job = absorb(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
+    job = apply_event(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     launch = plan_generation(job, 1, ("n1", "n2"))
-    job = absorb(replace(job, generation=2), LaunchOrdered(1, launch), T0)
+    job = apply_event(replace(job, generation=2), LaunchOrdered(1, launch), T0)
     assert job.launched == (launch,)
 
 
 def ordered(*, generation: int = 2) -> JobState:
     """Generation 1 runs, and the next one is on its way to the same nodes."""
     job = replace(running(), generation=generation)
-    return absorb(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
+    return apply_event(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
 
 
 def test_the_ranks_before_are_forgotten_when_a_launch_is_complete() -> None:
-    job = absorb(ordered(), Launched(2, T0, T0), T0)
+    job = apply_event(ordered(), Launched(2, T0, T0), T0)
     assert [(one.generation, one.complete, one.nodes) for one in job.launched] == [(2, True, ("n1", "n2"))]
 
 
@@ -174,15 +174,15 @@ def test_a_launch_that_failed_leaves_ranks_behind_only_if_it_was_told_to_start_t
     failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
     kept = [1, 2] if started else [1]
     for event in (refused, failed):
-        job = absorb(ordered(), event, T0)
+        job = apply_event(ordered(), event, T0)
         assert [one.generation for one in job.launched] == kept
 
 
 def test_ranks_that_a_refused_launch_had_started_elsewhere_may_be_alive() -> None:
     job, _ = step(new_job(), Submitted("", "ada"))
-    job = absorb(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
+    job = apply_event(job, NodesAcquired((Slot("n1", ""), Slot("n2", ""))), T0)
     refused = LaunchRefused(1, (NodeRefusal("n2", "cannot_start", "no memory"),), started=True)
-    after = absorb(job, refused, T0)
+    after = apply_event(job, refused, T0)
     assert (after.maybe_alive, [one.nodes for one in after.launched]) == (("n1", "n2"), [("n1", "n2")])
 
 
@@ -197,42 +197,42 @@ def test_the_end_of_a_launch_that_was_given_up_tells_whether_its_ranks_may_be_al
         failed = LaunchFailed(2, ("n2",), started, timedelta(seconds=90), "no answer")
         done = (Launched(2, T0, T0),) if started else ()
         for event in (refused, failed, *done):
-            after = absorb(job, event, T0)
+            after = apply_event(job, event, T0)
             assert set(after.maybe_alive) == alive
             assert after.lost == ()
             assert [one.generation for one in after.launched] == ([1, 2] if started else [1])
-    assert absorb(later, Launched(1, T0, T0), T0) == later
+    assert apply_event(later, Launched(1, T0, T0), T0) == later
     known = replace(later, maybe_alive=("n1", "n2", "n9"))
-    assert absorb(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
+    assert apply_event(known, LaunchFailed(2, (), started, timedelta(0), ""), T0) == known
     nothing = replace(later, launched=())
-    assert absorb(nothing, Launched(2, T0, T0), T0) == nothing, "nothing was ordered of which it could be the end"
+    assert apply_event(nothing, Launched(2, T0, T0), T0) == nothing, "nothing was ordered of which it could be the end"
 
 
 def test_a_node_that_may_still_take_the_order_has_been_silent_for_less_than_nothing() -> None:
-    job = absorb(ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0)
+    job = apply_event(ordered(), LaunchFailed(2, ("n2",), True, timedelta(seconds=90), "no answer"), T0)
     assert [(lost.node, lost.unheard_for) for lost in job.lost] == [("n2", timedelta(seconds=-90))]
 
 
 def test_launches_are_kept_until_they_are_proven_stopped_on_every_node() -> None:
-    job = absorb(ordered(), RanksStopped(2, ("n1",), T0), T0)
+    job = apply_event(ordered(), RanksStopped(2, ("n1",), T0), T0)
     assert [(one.generation, one.stopped) for one in job.launched] == [(1, ("n1",)), (2, ("n1",))]
-    assert absorb(job, RanksStopped(2, ("n2",), T0), T0).launched == ()
-    assert absorb(ordered(), RanksSucceeded(2), T0).launched == ()
+    assert apply_event(job, RanksStopped(2, ("n2",), T0), T0).launched == ()
+    assert apply_event(ordered(), RanksSucceeded(2), T0).launched == ()
 
 
 def test_attempts_that_differ_by_their_number_only_take_no_room() -> None:
     job = running()
     for generation in range(2, 50):
         job = replace(job, generation=generation)
-        job = absorb(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
+        job = apply_event(job, LaunchOrdered(generation, plan_generation(job, generation, ("n1", "n2"))), T0)
     assert [(one.generation, one.complete) for one in job.launched] == [(1, True), (48, False), (49, False)]
 
 
 def test_a_node_that_a_person_declared_dead_is_no_proof_for_the_others() -> None:
-    job = absorb(running(), NodeDeclaredDead("n1", "no power", "ada"), T0)
+    job = apply_event(running(), NodeDeclaredDead("n1", "no power", "ada"), T0)
     assert [(one.nodes, one.size, one.stopped) for one in job.launched] == [(("n2",), 2, ())]
     assert safe_launch_at(job.launched, 0.0, {}, {}) is None
-    assert absorb(job, NodeDeclaredDead("n2", "no power", "ada"), T0).launched == ()
+    assert apply_event(job, NodeDeclaredDead("n2", "no power", "ada"), T0).launched == ()
 
 
 def test_a_state_without_launches_is_judged_by_its_policy() -> None:
@@ -261,7 +261,7 @@ def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> 
         NodeUnreachable(1, "n3", timedelta(seconds=20), "no route"),
     )
     ages = (("n2", timedelta(seconds=500)), ("n3", timedelta(seconds=3)), ("n9", timedelta(seconds=9)))
-    after = absorb(job, RanksHung(1, (0,), "flat", T0, unheard=ages), at(500))
+    after = apply_event(job, RanksHung(1, (0,), "flat", T0, unheard=ages), at(500))
     assert [(lost.node, lost.unheard_for.total_seconds()) for lost in after.lost] == [("n2", 500.0), ("n3", 20.0)]
 
 
@@ -270,15 +270,15 @@ def test_a_fault_brings_newer_ages_of_lost_nodes_and_the_longer_one_counts() -> 
 
 def test_ranks_of_an_earlier_submission_are_judged_by_their_own_launch() -> None:
     old = launched("n1", "n2", "n3", submission=900)
-    job = absorb(new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0)
+    job = apply_event(new_job(), RanksFound(("n1", "n2"), (old, launched("n8", submission=800))), T0)
     assert job.maybe_alive == ("n1", "n2")
     assert job.launched == (replace(old, stopped=("n3",)),), "n3 is held no more: it was proven stopped"
-    again = absorb(job, RanksFound(("n1", "n2"), (old,)), T0)
+    again = apply_event(job, RanksFound(("n1", "n2"), (old,)), T0)
     assert again.launched == job.launched
 
 
 def test_of_ranks_that_no_launch_is_known_of_silence_proves_nothing() -> None:
-    job = absorb(new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0)
+    job = apply_event(new_job(), RanksFound(("n1", "n4"), (launched("n1", "n2", submission=900),)), T0)
     assert job.launched[0] == unknown_generation(("n4",))
     assert not fences(job)
     assert safe_after(job, T0) is None
@@ -291,7 +291,7 @@ def test_a_retry_goes_on_with_the_launches_of_the_submission_before() -> None:
 
 
 def test_a_claim_tells_the_launches_that_may_be_alive_and_the_next_one() -> None:
-    job = absorb(running(), RanksStopped(1, ("n1",), T0), T0)
+    job = apply_event(running(), RanksStopped(1, ("n1",), T0), T0)
     living, planned = claim(job, 7, keep=("n1",)).launched
     assert (living.nodes, living.complete, living.stopped) == (("n1", "n2"), False, ())
     assert (planned.generation, planned.nodes, planned.size, planned.fences) == (1, (), 2, True)

@@ -25,7 +25,7 @@ from relaunch.pool.facts import (
 from relaunch.pool.messages import Claim, FaultReport, Grant, Place, Withdraw
 from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob
 from relaunch.pool.scheduler import learn
-from relaunch.pool.state import Living, NodeLook, Standing
+from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
 from relaunch.spec.fleet import FleetLimits
 from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect
 
@@ -41,24 +41,24 @@ def test_a_new_fleet_reads_its_file_asks_the_jobs_looks_at_every_node_and_only_t
     assert desk.settle() == []
     desk.now += timedelta(seconds=5)
     desk.settle()
-    assert desk.grants("waiting")["c"].because == "the file of fleet gpus has not been read yet"
+    assert desk.grants("waiting")["c"].reason == "the file of fleet gpus has not been read yet"
     desk.learn(Applied("act", desk.specs, desk.limits))
     assert desk.settle() == [look("n1", "n2", "n3", "n4")]
     desk.now += timedelta(seconds=5)
     desk.settle()
-    assert desk.grants("waiting")["c"].because == "fleet gpus was started anew and looks which jobs run"
+    assert desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks which jobs run"
     desk.learn(JobsFound(("a", "c", "b", "a")))
     desk.busy = {"look"}
     desk.settle()
     assert desk.orders == [AskToClaim("a"), AskToClaim("b")]
     desk.now += timedelta(seconds=6)
     desk.settle()
-    assert desk.grants("waiting")["c"].because == "fleet gpus was started anew and asks the jobs what they hold: a, b"
+    assert desk.grants("waiting")["c"].reason == "fleet gpus was started anew and asks the jobs what they hold: a, b"
     desk.learn(Claimed(Claim("a", 1, 7, 1, running=True, keep=("n1",), holds=(Place("n1"),))))
     desk.learn(Claimed(Claim("b", 1, 3, 0)))
     desk.now += timedelta(seconds=5)
     desk.settle()
-    assert desk.grants("waiting")["c"].because == "fleet gpus was started anew and looks at its 4 nodes"
+    assert desk.grants("waiting")["c"].reason == "fleet gpus was started anew and looks at its 4 nodes"
     desk.busy = set()
     desk.look()
     desk.settle()
@@ -77,14 +77,14 @@ def test_a_job_that_keeps_what_it_has_waits_for_nothing_where_a_fleet_has_begun_
 
 def test_a_job_that_does_not_say_what_it_holds_is_waited_for_half_a_minute_and_its_ranks_are_left_alone() -> None:
     desk = Desk(nodes("n1")[0], jobs=("a",))
-    desk.living["n1"] = (Living("a", 1, 3),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 3),)
     desk.look()
     desk.claim("b", 1)
-    assert desk.grants("waiting")["b"].because == "fleet gpus was started anew and asks the jobs what they hold: a"
+    assert desk.grants("waiting")["b"].reason == "fleet gpus was started anew and asks the jobs what they hold: a"
     desk.wait(seconds=2)
     assert desk.wakes_in() == 28
     desk.wait(seconds=28)
-    assert desk.grants("waiting")["b"].because == "0 of 1 nodes: n1: ranks of job a live there"
+    assert desk.grants("waiting")["b"].reason == "0 of 1 nodes: n1: ranks of job a live there"
     assert desk.wait(minutes=10) == []
 
 
@@ -99,7 +99,7 @@ def test_jobs_that_are_looked_up_again_are_awaited_unless_they_have_spoken() -> 
 
 def test_a_job_that_ended_without_a_word_is_no_longer_awaited_once_it_is_not_found_any_more() -> None:
     desk = Desk(jobs=("a", "b"))
-    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     desk.claim("b", 1)
     assert "b" not in desk.granted()
@@ -202,20 +202,20 @@ def test_a_new_submission_has_what_the_old_one_had_and_stops_its_ranks_first() -
     desk = Desk()
     desk.claim("a", 2, gpus=4)
     desk.claim("b", 3)
-    desk.living["n3"] = (Living("a", 1, 1),)
+    desk.living["n3"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     desk.claim("a", 1, submission=2, gpus=4)
     grant = desk.grants()["a"]
     assert grant.places == (Place("n1", "10.0.0.1", (0, 1, 2, 3)),)
     assert grant.holding == ("n1", "n2", "n3")
-    assert grant.because == "n1 joined; ranks of an earlier submission may live on n1, n2, n3"
+    assert grant.reason == "n1 joined; ranks of an earlier submission may live on n1, n2, n3"
     assert "b" not in desk.granted()
     desk.claim("a", 1, seq=2, submission=2, gpus=4, running=True, keep=("n1",), holds=("n1", "n2"))
     assert [(place.node, place.gpus) for place in desk.record("a").places] == [("n1", (0, 1, 2, 3)), ("n2", (0, 1, 2, 3))]
     assert desk.grants()["a"].holding == ("n3",)
     desk.living.clear()
     desk.claim("a", 1, seq=3, submission=2, gpus=4, running=True, keep=("n1",))
-    assert desk.node("n3").look == NodeLook("n3", boot_id="boot", living=(Living("a", 1, 1),))
+    assert desk.node("n3").look == NodeProbe("n3", boot_id="boot", living=(LiveGeneration("a", 1, 1),))
     desk.wait(seconds=11)
     assert desk.granted() == {"b": ["n2", "n3", "n4"]}
 
@@ -236,7 +236,7 @@ def test_what_an_old_submission_held_is_kept_until_the_new_one_has_seen_its_gran
 
 def test_a_job_that_claims_anew_before_it_has_heard_of_its_grant_has_stopped_nothing() -> None:
     desk = Desk(*nodes("n1", "n2"))
-    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     desk.claim("a", 1, submission=2)
     assert desk.grants()["a"].holding == ("n1",)
@@ -251,7 +251,7 @@ def test_ranks_of_an_old_submission_are_stopped_by_the_fleet_when_the_new_one_ha
     desk = Desk()
     desk.claim("b", 2)
     desk.claim("first", 4)
-    desk.living["n3"] = (Living("b", 1, 1),)
+    desk.living["n3"] = (LiveGeneration("b", 1, 1),)
     desk.look()
     desk.claim("b", 1, submission=2, since=T0 + timedelta(hours=1))
     assert desk.of(Reclaim) == [Reclaim("b", 1, ("n1", "n2", "n3"))]
@@ -274,7 +274,7 @@ def test_ranks_of_an_old_submission_that_come_to_light_later_are_stopped() -> No
     desk = Desk()
     desk.claim("a", 1, submission=2)
     desk.claim("w", 4)
-    desk.living["n3"] = (Living("a", 1, 5), Living("w", 0, 2))
+    desk.living["n3"] = (LiveGeneration("a", 1, 5), LiveGeneration("w", 0, 2))
     desk.wait(minutes=1)
     assert desk.of(Reclaim) == [Reclaim("a", 1, ("n3",)), Reclaim("w", 0, ("n3",))]
 
@@ -282,7 +282,7 @@ def test_ranks_of_an_old_submission_that_come_to_light_later_are_stopped() -> No
 def test_ranks_of_a_submission_that_is_newer_than_its_claim_are_left_alone() -> None:
     desk = Desk()
     desk.claim("a", 1)
-    desk.living["n3"] = (Living("a", 2, 1),)
+    desk.living["n3"] = (LiveGeneration("a", 2, 1),)
     assert desk.wait(minutes=1) == []
     assert [type(order) for order in desk.go(JobsClosed((("a", 1),)))] == [Reclaim]
     assert desk.orders == [Reclaim("a", 1, ("n1",))]
@@ -294,7 +294,7 @@ def test_ranks_of_a_submission_that_is_newer_than_its_claim_are_left_alone() -> 
 def test_what_a_closed_job_held_is_free_when_its_ranks_are_stopped() -> None:
     desk = Desk()
     desk.claim("a", 2, holds=("n3",))
-    desk.living["n4"] = (Living("a", 1, 1),)
+    desk.living["n4"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     assert desk.go(JobsClosed((("a", 1), ("z", 1)))) == [Reclaim("a", 1, ("n1", "n3", "n4"))]
     desk.busy = {"reclaim/a/1"}
@@ -327,7 +327,7 @@ def test_a_job_that_speaks_again_was_not_closed() -> None:
     desk.go(JobsClosed((("a", 1),)))
     desk.busy = {"reclaim/a/1"}
     desk.claim("a", 1, seq=2, holds=("n1",))
-    assert desk.grants("waiting")["a"].because == "ranks of job a itself, which nobody answered for, are being stopped"
+    assert desk.grants("waiting")["a"].reason == "ranks of job a itself, which nobody answered for, are being stopped"
     desk.busy = set()
     desk.go(Reclaimed("a", 1, ("n1",)))
     assert desk.granted() == {"a": ["n1"]}
@@ -349,7 +349,7 @@ def test_a_new_submission_takes_over_from_a_closed_one() -> None:
 
 def test_ranks_of_a_job_that_nobody_knows_are_stopped() -> None:
     desk = Desk()
-    desk.living["n2"] = desk.living["n4"] = (Living("ghost", 7, 1),)
+    desk.living["n2"] = desk.living["n4"] = (LiveGeneration("ghost", 7, 1),)
     assert desk.wait(minutes=1) == [Reclaim("ghost", 7, ("n2", "n4"))]
     desk.living.clear()
     desk.learn(Reclaimed("ghost", 7, ("n2", "n4")))
@@ -362,7 +362,7 @@ def test_a_look_from_before_a_job_gave_its_nodes_back_gets_nothing_stopped() -> 
     desk = Desk()
     desk.claim("a", 1)
     desk.claim("a", 0, seq=2)
-    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     assert desk.go() == []
     assert desk.wait(minutes=1) == [Reclaim("a", 1, ("n1",))]
@@ -370,7 +370,7 @@ def test_a_look_from_before_a_job_gave_its_nodes_back_gets_nothing_stopped() -> 
 
 def test_nothing_is_stopped_before_it_is_known_which_jobs_run() -> None:
     desk = Desk(begun=False)
-    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     assert desk.go(Applied("act", desk.specs, desk.limits)) == []
     assert desk.go(JobsFound(())) == [Reclaim("a", 1, ("n1",))]
 
@@ -381,27 +381,27 @@ def test_nothing_is_stopped_before_it_is_known_which_jobs_run() -> None:
 def test_hardware_evidence_takes_a_node_out_of_service_and_has_it_repaired_when_it_is_free() -> None:
     desk = Desk()
     desk.claim("a", 2)
-    said = suspect("n1", isolate=True, gpus=("0000:05:00",), code="Xid 79", because="Xid 79 on n1")
+    said = suspect("n1", isolate=True, gpus=("0000:05:00",), code="Xid 79", reason="Xid 79 on n1")
     desk.claim("a", 2, seq=2, running=True, keep=("n2",), holds=("n1", "n2"), suspects=(said, suspect("n9")))
-    assert (desk.node("n1").standing, desk.node("n1").by, desk.node("n1").because) == (Standing.SUSPECT, "job a", "Xid 79 on n1")
+    assert (desk.node("n1").standing, desk.node("n1").by, desk.node("n1").reason) == (NodeStatus.SUSPECT, "job a", "Xid 79 on n1")
     assert desk.granted() == {"a": ["n2", "n3"]}
     assert desk.of(StartRepair) == []
     desk.claim("a", 2, seq=3, running=True, keep=("n2", "n3"), suspects=(said,))
     assert desk.of(StartRepair) == [StartRepair("n1", "Xid 79 on n1", ("0000:05:00",))]
-    assert desk.node("n1").standing is Standing.REPAIRING
+    assert desk.node("n1").standing is NodeStatus.REPAIRING
     assert desk.go() == []
     assert desk.go(began("n1")) == []
     desk.go(ended("n1"))
-    assert (desk.node("n1").standing, desk.node("n1").repair) == (Standing.IN_SERVICE, "")
+    assert (desk.node("n1").standing, desk.node("n1").repair) == (NodeStatus.IN_SERVICE, "")
     assert desk.node("n1").marks[0].retracted == "examined healthy after a repair"
     desk.claim("a", 2, seq=4, running=True, keep=("n2", "n3"), suspects=(said,))
-    assert desk.node("n1").standing is Standing.IN_SERVICE
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
 
 
 def test_a_suspect_on_which_ranks_live_is_looked_at_until_they_are_gone() -> None:
     desk = Desk()
     desk.claim("a", 1)
-    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     desk.claim("a", 1, seq=2, running=True, avoid=("n1",), suspects=(suspect("n1", isolate=True),))
     assert desk.of(StartRepair) == []
@@ -414,9 +414,9 @@ def test_evidence_that_becomes_certain_counts_from_then_on() -> None:
     desk = Desk()
     desk.claim("a", 1, suspects=(suspect("n4"),))
     desk.claim("a", 1, seq=2, suspects=(suspect("n4"),), holds=("n1",))
-    assert desk.node("n4").standing is Standing.IN_SERVICE
+    assert desk.node("n4").standing is NodeStatus.IN_SERVICE
     desk.claim("a", 1, seq=3, suspects=(suspect("n4", isolate=True),), holds=("n1",))
-    assert desk.node("n4").standing is Standing.REPAIRING
+    assert desk.node("n4").standing is NodeStatus.REPAIRING
     assert len(desk.node("n4").marks) == 1
 
 
@@ -425,13 +425,13 @@ def test_a_fault_that_follows_the_job_to_another_node_is_no_longer_held_against_
     desk = Desk()
     first = suspect("n1", 1, cause, code="exit 1", isolate=True)
     desk.claim("a", 1, holds=("n1",), suspects=(first,))
-    assert desk.node("n1").standing is Standing.SUSPECT
+    assert desk.node("n1").standing is NodeStatus.SUSPECT
     desk.claim("a", 1, seq=2, holds=("n1", "n2"), suspects=(suspect("n2", 1, cause, code="exit 1"), suspect("n3", 2, cause, code="exit 2")))
-    assert desk.node("n1").standing is Standing.SUSPECT
+    assert desk.node("n1").standing is NodeStatus.SUSPECT
     desk.claim("a", 1, seq=3, holds=("n1", "n2"), suspects=(first, suspect("n2", 2, cause, code="exit 1")))
     (mark,) = desk.node("n1").marks
     assert mark.retracted == ("the fault followed job a to n2" if follows else "")
-    assert desk.node("n1").standing is (Standing.IN_SERVICE if follows else Standing.SUSPECT)
+    assert desk.node("n1").standing is (NodeStatus.IN_SERVICE if follows else NodeStatus.SUSPECT)
     assert desk.node("n3").marks[0].retracted == ""
 
 
@@ -441,7 +441,7 @@ def test_a_suspect_with_other_evidence_stays_one_when_a_fault_moves_on() -> None
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n1", 1, Cause.HANG),))
     desk.claim("a", 1, seq=2, holds=("n1",), suspects=(suspect("n2", 2, Cause.HANG),))
     assert [mark.retracted for mark in desk.node("n1").marks] == ["", "the fault followed job a to n2"]
-    assert desk.node("n1").standing is Standing.SUSPECT
+    assert desk.node("n1").standing is NodeStatus.SUSPECT
 
 
 def test_three_jobs_that_fail_on_a_node_within_a_day_make_it_a_suspect() -> None:
@@ -449,23 +449,23 @@ def test_three_jobs_that_fail_on_a_node_within_a_day_make_it_a_suspect() -> None
     desk.claim("z", 1, suspects=(replace(suspect("n4", 1, Cause.UNKNOWN), at=T0 - timedelta(hours=25)),))
     for job, cause, code in (("a", Cause.UNKNOWN, "exit 1"), ("b", Cause.HANG, "")):
         desk.claim(job, 1, suspects=(suspect("n4", 1, cause, code=code),))
-        assert desk.node("n4").standing is Standing.IN_SERVICE
+        assert desk.node("n4").standing is NodeStatus.IN_SERVICE
     desk.claim("c", 0, suspects=(suspect("n4", 1, Cause.UNKNOWN, code="exit 2"),))
     node = desk.node("n4")
-    assert (node.standing, node.by) == (Standing.REPAIRING, "relaunch")
-    assert node.because == "3 jobs failed on it within 24h: a (exit 1), b (HANG), c (exit 2)"
-    assert desk.of(StartRepair) == [StartRepair("n4", node.because)]
+    assert (node.standing, node.by) == (NodeStatus.REPAIRING, "relaunch")
+    assert node.reason == "3 jobs failed on it within 24h: a (exit 1), b (HANG), c (exit 2)"
+    assert desk.of(StartRepair) == [StartRepair("n4", node.reason)]
 
 
 def test_a_node_keeps_its_newest_marks_and_one_that_is_older_than_those_changes_nothing() -> None:
     desk = Desk()
     for number in range(2, 25):
-        new = replace(suspect("n4", number, because=""), at=T0 + timedelta(minutes=number))
+        new = replace(suspect("n4", number, reason=""), at=T0 + timedelta(minutes=number))
         desk.claim("a", 1, seq=number, holds=("n1",), suspects=(new,))
     assert [mark.generation for mark in desk.node("n4").marks] == list(range(5, 25))
-    assert desk.node("n4").marks[0].because == "GPU_FATAL"
+    assert desk.node("n4").marks[0].reason == "GPU_FATAL"
     desk.claim("a", 1, seq=30, holds=("n1",), suspects=(suspect("n4", 1, isolate=True),))
-    assert desk.node("n4").standing is Standing.IN_SERVICE
+    assert desk.node("n4").standing is NodeStatus.IN_SERVICE
 
 
 # --- repairs
@@ -479,41 +479,41 @@ def test_the_oldest_suspects_are_repaired_first_and_not_more_than_the_limit() ->
     desk.claim("a", 1, seq=2, holds=("n1",), suspects=(suspect("n3", 2, isolate=True),))
     desk.now += timedelta(seconds=1)
     desk.claim("a", 1, seq=3, holds=("n1",), suspects=(suspect("n4", 3, isolate=True), suspect("n2", 3, isolate=True)))
-    assert desk.node("n3").standing is Standing.REPAIRING
+    assert desk.node("n3").standing is NodeStatus.REPAIRING
     assert desk.of(StartRepair) == []
-    assert desk.go(ended("n3", "refused", because="it needs a technician")) == [StartRepair("n4", "it failed on n4")]
-    assert (desk.node("n3").standing, desk.node("n3").by) == (Standing.QUARANTINED, "relaunch")
-    assert desk.node("n3").because == "repair refused: it needs a technician"
+    assert desk.go(ended("n3", "refused", reason="it needs a technician")) == [StartRepair("n4", "it failed on n4")]
+    assert (desk.node("n3").standing, desk.node("n3").by) == (NodeStatus.QUARANTINED, "relaunch")
+    assert desk.node("n3").reason == "repair refused: it needs a technician"
     assert desk.go(ended("n2", job="a")) == [StartRepair("n2", "it failed on n2")]
 
 
 def test_a_repair_that_a_job_ordered_leaves_the_standing_as_it_is_unless_the_fleet_waited_for_it() -> None:
     desk = Desk()
     desk.go(began("n1"), ended("n1", "refused", job="a"))
-    assert desk.node("n1").standing is Standing.IN_SERVICE
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n2", isolate=True),))
     desk.go(began("n2"), ended("n2", "done", job="a"))
-    assert desk.node("n2").standing is Standing.IN_SERVICE
+    assert desk.node("n2").standing is NodeStatus.IN_SERVICE
 
 
 @pytest.mark.parametrize(
     ("outcome", "more", "standing"),
     [
-        ("refused", {}, Standing.IN_SERVICE),
-        ("refused", {"verdict": Verdict.HEALTHY}, Standing.IN_SERVICE),
-        ("refused", {"verdict": Verdict.UNHEALTHY}, Standing.QUARANTINED),
-        ("ambiguous", {}, Standing.QUARANTINED),
-        ("refused", {"by": "fleet gpus"}, Standing.QUARANTINED),
+        ("refused", {}, NodeStatus.IN_SERVICE),
+        ("refused", {"verdict": Verdict.HEALTHY}, NodeStatus.IN_SERVICE),
+        ("refused", {"verdict": Verdict.UNHEALTHY}, NodeStatus.QUARANTINED),
+        ("ambiguous", {}, NodeStatus.QUARANTINED),
+        ("refused", {"by": "fleet gpus"}, NodeStatus.QUARANTINED),
     ],
 )
 def test_a_person_s_repair_that_is_refused_takes_no_node_out_of_service_that_was_not_found_unhealthy(
-    outcome: str, more: dict[str, Any], standing: Standing
+    outcome: str, more: dict[str, Any], standing: NodeStatus
 ) -> None:
     desk = Desk()
-    end = {"by": "grace", "because": "job a runs there", **more}
+    end = {"by": "grace", "reason": "job a runs there", **more}
     desk.go(began("n2", by="grace"), ended("n2", outcome, **end))
     assert (desk.node("n2").standing, desk.node("n2").repair) == (standing, "")
-    stays = standing is Standing.IN_SERVICE
+    stays = standing is NodeStatus.IN_SERVICE
     notice = "2026-03-01T12:00+00:00 n2 stays in service, its repair was refused: job a runs there"
     assert desk.state.notices == ((notice,) if stays else ())
 
@@ -521,14 +521,14 @@ def test_a_person_s_repair_that_is_refused_takes_no_node_out_of_service_that_was
 def test_what_an_examination_found_is_kept_whoever_ordered_it_until_another_one_finds_something() -> None:
     desk = Desk()
     assert desk.node("n1").verdict is None
-    desk.go(began("n1"), ended("n1", job="a", because="all was read"))
-    assert (desk.node("n1").verdict, desk.node("n1").verdict_at, desk.node("n1").verdict_because) == (Verdict.HEALTHY, T0, "all was read")
+    desk.go(began("n1"), ended("n1", job="a", reason="all was read"))
+    assert (desk.node("n1").verdict, desk.node("n1").verdict_at, desk.node("n1").verdict_reason) == (Verdict.HEALTHY, T0, "all was read")
     known = desk.node("n1")
     desk.now += timedelta(hours=1)
     desk.go(began("n1", "r2"), ended("n1", "ambiguous", "r2", job="a"))
     assert (desk.node("n1").verdict, desk.node("n1").verdict_at) == (known.verdict, known.verdict_at)
-    desk.go(began("n1", "r3"), ended("n1", "refused", "r3", job="a", verdict=Verdict.UNHEALTHY, because="Xid 79"))
-    assert (desk.node("n1").verdict, desk.node("n1").verdict_at, desk.node("n1").verdict_because) == (Verdict.UNHEALTHY, desk.now, "Xid 79")
+    desk.go(began("n1", "r3"), ended("n1", "refused", "r3", job="a", verdict=Verdict.UNHEALTHY, reason="Xid 79"))
+    assert (desk.node("n1").verdict, desk.node("n1").verdict_at, desk.node("n1").verdict_reason) == (Verdict.UNHEALTHY, desk.now, "Xid 79")
 
 
 def test_messages_of_another_repair_than_the_one_under_way_change_nothing() -> None:
@@ -557,8 +557,8 @@ def test_a_repair_whose_end_nobody_tells_ends_by_quarantine() -> None:
     desk.go()
     assert desk.wakes_in() == 10
     desk.wait(seconds=10)
-    assert (desk.node("n1").standing, desk.node("n1").because) == (Standing.QUARANTINED, "nobody told how its repair ended")
-    assert (desk.node("n2").standing, desk.node("n2").repair) == (Standing.IN_SERVICE, "")
+    assert (desk.node("n1").standing, desk.node("n1").reason) == (NodeStatus.QUARANTINED, "nobody told how its repair ended")
+    assert (desk.node("n2").standing, desk.node("n2").repair) == (NodeStatus.IN_SERVICE, "")
     assert desk.state.notices[-1].endswith("n2: nobody told within 3 h how repair/gpus/n2/r1 ended")
 
 
@@ -566,14 +566,14 @@ def test_a_person_s_quarantine_outlasts_every_repair_and_ends_with_a_release() -
     desk = Desk()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
     desk.go(began("n1"), QuarantineAsked("n1", "a technician comes", "grace"), ended("n1"))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
+    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
     desk.go(began("n1", "r2", by="grace"), ended("n1", "refused", "r2", by="grace"))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
+    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
     desk.go(began("n1", "r3", by="grace"), ended("n1", "done", "r3", by="grace"))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
+    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
     assert desk.node("n1").verdict is Verdict.HEALTHY
     desk.go(ReleaseAsked("n1", "the technician was there", "grace"))
-    assert desk.node("n1").standing is Standing.IN_SERVICE
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
 
 
 def test_nodes_that_are_out_of_service_wake_nobody() -> None:
@@ -605,9 +605,9 @@ def test_a_node_that_left_the_file_goes_when_nobody_is_on_it() -> None:
     desk.go(QuarantineAsked("n1", "dust", "grace"))
     desk.go(Applied("act", nodes("n3"), desk.limits))
     assert [(node.name, node.standing, node.by) for node in desk.state.nodes] == [
-        ("n3", Standing.IN_SERVICE, ""),
-        ("n1", Standing.QUARANTINED, "grace"),
-        ("n4", Standing.REPAIRING, "job b"),
+        ("n3", NodeStatus.IN_SERVICE, ""),
+        ("n1", NodeStatus.QUARANTINED, "grace"),
+        ("n4", NodeStatus.REPAIRING, "job b"),
     ]
     desk.go(ended("n4"))
     assert [node.name for node in desk.state.nodes] == ["n3", "n1"]
@@ -619,13 +619,13 @@ def test_a_node_that_comes_back_into_the_file_is_what_it_was() -> None:
     desk = Desk()
     desk.claim("a", 2, holds=("n1", "n2"), suspects=(suspect("n2", isolate=True),))
     desk.go(Applied("act", nodes("n3"), desk.limits))
-    left = [(node.name, node.because, node.by) for node in desk.state.nodes[1:]]
+    left = [(node.name, node.reason, node.by) for node in desk.state.nodes[1:]]
     assert left == [(name, "it is no longer in the fleet file", "fleet file") for name in ("n1", "n2")]
     desk.go(ReleaseAsked("n1", "why not", "grace"))
-    assert desk.node("n1").standing is Standing.QUARANTINED
+    assert desk.node("n1").standing is NodeStatus.QUARANTINED
     desk.go(Applied("act", desk.specs, desk.limits))
-    assert (desk.node("n1").standing, desk.node("n1").gone) == (Standing.IN_SERVICE, False)
-    assert (desk.node("n2").standing, desk.node("n2").because) == (Standing.SUSPECT, "it failed on n2")
+    assert (desk.node("n1").standing, desk.node("n1").gone) == (NodeStatus.IN_SERVICE, False)
+    assert (desk.node("n2").standing, desk.node("n2").reason) == (NodeStatus.SUSPECT, "it failed on n2")
 
 
 def test_a_file_that_names_no_node_takes_none_away() -> None:
@@ -679,13 +679,13 @@ def test_a_person_quarantines_a_node_and_has_it_left_and_takes_it_back() -> None
     assert desk.go(DRAIN) == []
     assert desk.state.notices[0] == "2026-03-01T12:00+00:00 grace quarantined n1, to be left by 2026-03-01T12:30+00:00: a fan"
     node = desk.node("n1")
-    assert (node.standing, node.because, node.by, node.since) == (Standing.QUARANTINED, "a fan", "grace", T0)
+    assert (node.standing, node.reason, node.by, node.since) == (NodeStatus.QUARANTINED, "a fan", "grace", T0)
     desk.now += timedelta(minutes=1)
     later = replace(withdraw, until=until + timedelta(minutes=1))
     assert desk.go(DRAIN) == [AskToLeave("a", later), AskToLeave("b", later)]
     desk.go(ReleaseAsked("n1", "", ""))
     node = desk.node("n1")
-    assert (node.standing, node.drain, node.told) == (Standing.IN_SERVICE, None, ())
+    assert (node.standing, node.drain, node.told) == (NodeStatus.IN_SERVICE, None, ())
     assert desk.state.notices[-1] == "2026-03-01T12:01+00:00 a person released n1: no reason given"
 
 
@@ -693,7 +693,7 @@ def test_a_release_takes_the_marks_off_a_suspect() -> None:
     desk = Desk()
     desk.claim("a", 1, holds=("n1",), suspects=(suspect("n1", isolate=True),))
     desk.go(ReleaseAsked("n1", "a loose cable", "grace"))
-    assert desk.node("n1").standing is Standing.IN_SERVICE
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
     assert desk.node("n1").marks[0].retracted == "grace released it: a loose cable"
 
 
@@ -720,7 +720,7 @@ def test_what_people_ask_of_nodes_that_are_not_there_and_what_nobody_understands
         Claimed(Claim("a", 1, 1, 0)),
         Claimed(Claim("b", 1, 1, 2)),
         Claimed(Claim("b", 2, 1, 0)),
-        Looked((NodeLook("n1", "off"), NodeLook("n2", living=(Living("b", 1, 1),)), NodeLook("n9"))),
+        Looked((NodeProbe("n1", "off"), NodeProbe("n2", living=(LiveGeneration("b", 1, 1),)), NodeProbe("n9"))),
         Applied("act", nodes("n3", "n5"), FleetLimits()),
         JobsClosed((("b", 1),)),
         JobsFound(("b", "x")),
@@ -778,7 +778,7 @@ def test_a_reported_fault_counts_like_a_claimed_one_and_changes_no_claim() -> No
     before = desk.record("a")
     report = FaultsReported(FaultReport("a", 1, (suspect("n1", isolate=True), suspect("n9"))))
     desk.go(report)
-    assert desk.node("n1").standing is Standing.SUSPECT
+    assert desk.node("n1").standing is NodeStatus.SUSPECT
     assert [(mark.job, mark.generation, mark.isolated) for mark in desk.node("n1").marks] == [("a", 1, True)]
     assert desk.record("a") == before
     known = desk.state

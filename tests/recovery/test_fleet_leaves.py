@@ -26,7 +26,7 @@ from relaunch.pool.facts import (
 from relaunch.pool.messages import Claim, PermitRequest, Place, Withdraw
 from relaunch.pool.orders import AskToClaim, AskToLeave, StartRepair, TellJob, TellRepair
 from relaunch.pool.restore import memory
-from relaunch.pool.state import Standing
+from relaunch.pool.state import NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, suspect
 
 TWO_HOURS = T0 + timedelta(hours=2)
@@ -53,8 +53,8 @@ def accuse(desk: Desk, job: str = "a", seq: int = 2, **more: Any) -> list[Any]:
     return desk.claim(job, 1, seq=seq, gpus=2, running=True, avoid=("n2",), suspects=evidence)
 
 
-def over(desk: Desk, because: str = "it is in service again") -> Withdraw:
-    return Withdraw("n2", because, "fleet gpus", desk.now, withdrawn=True)
+def over(desk: Desk, reason: str = "it is in service again") -> Withdraw:
+    return Withdraw("n2", reason, "fleet gpus", desk.now, withdrawn=True)
 
 
 # --- a suspect that others share
@@ -63,18 +63,18 @@ def over(desk: Desk, because: str = "it is in service again") -> Withdraw:
 def test_whoever_shares_a_suspect_is_asked_to_leave_it_once_and_the_node_is_examined_when_nobody_has_it() -> None:
     desk = shared()
     assert AskToLeave("b", XID) in accuse(desk) and len(desk.of(AskToLeave)) == 1
-    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (Standing.SUSPECT, XID, ("b",))
+    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (NodeStatus.SUSPECT, XID, ("b",))
     assert desk.node("n2").drain is None, "no person has drained it"
     desk.now += timedelta(minutes=5)
     assert [order for order in desk.go() if isinstance(order, AskToLeave | StartRepair)] == []
     desk.claim("b", 1, seq=2, gpus=2, running=True, avoid=("n2",))
     assert desk.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
     assert desk.go(began("n2"), ended("n2")) == []
-    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (Standing.IN_SERVICE, None, ())
+    assert (desk.node("n2").standing, desk.node("n2").leave, desk.node("n2").told) == (NodeStatus.IN_SERVICE, None, ())
 
 
 def test_the_time_to_leave_is_the_fleet_file_s() -> None:
-    desk = shared(leave_within="20m")
+    desk = shared(drain_within="20m")
     accuse(desk)
     assert desk.of(AskToLeave) == [AskToLeave("b", replace(XID, until=T0 + timedelta(minutes=20)))]
 
@@ -111,7 +111,7 @@ def test_a_job_that_was_asked_hears_that_nobody_wants_the_node_any_more(how: str
         again = (suspect("n2", isolate=True, cause=Cause.HANG), suspect("n1", 2, Cause.HANG))
         desk.claim("a", 1, seq=3, gpus=2, running=True, keep=("n1",), suspects=again)
         assert desk.of(AskToLeave) == [AskToLeave("b", over(desk))]
-        assert desk.node("n2").standing is Standing.IN_SERVICE
+        assert desk.node("n2").standing is NodeStatus.IN_SERVICE
     assert (desk.node("n2").leave, desk.node("n2").told) == (None, ())
     assert desk.go() == []
 
@@ -205,7 +205,7 @@ def test_a_fleet_that_begins_anew_asks_for_the_same_time_and_not_before_it_remem
     for job, more in (("a", {"suspects": (suspect("n2", isolate=True),)}), ("b", STILL_THERE)):
         desk.learn(Claimed(Claim(job, 1, 9, 1, 2, running=True, **more)))
     desk.go()
-    assert desk.node("n2").standing is Standing.SUSPECT and desk.of(AskToLeave) == []
+    assert desk.node("n2").standing is NodeStatus.SUSPECT and desk.of(AskToLeave) == []
     desk.go(memory(before.state))
     assert desk.of(AskToLeave) == [AskToLeave("b", XID)]
     assert [order.job for order in desk.of(TellJob)] == ["a"] and desk.record("b").granted is not None, "b goes on there meanwhile"
@@ -229,7 +229,7 @@ def test_a_release_since_is_the_last_word() -> None:
     accuse(before)
     desk = Desk(begun=False)
     desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), ReleaseAsked("n2", "", "grace"), memory(before.state))
-    assert (desk.node("n2").standing, desk.node("n2").leave) == (Standing.IN_SERVICE, None)
+    assert (desk.node("n2").standing, desk.node("n2").leave) == (NodeStatus.IN_SERVICE, None)
 
 
 # --- a repair that a job has ordered of a node that it shares
@@ -238,20 +238,20 @@ def test_a_release_since_is_the_last_word() -> None:
 def asks(desk: Desk, job: str = "a", seq: int = 1, **more: Any) -> list[tuple[bool, str]]:
     request = PermitRequest("repair/gpus/n2", "r1", seq, "n2", "reset", "Xid 119 on n2", desk.now, job=job, **more)
     desk.go(began("n2", by=f"job {job}"), PermitWanted(request))
-    return [(tell.permit.allowed, tell.permit.because) for tell in desk.of(TellRepair)]
+    return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(TellRepair)]
 
 
 def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_asked_to_leave() -> None:
     desk = shared()
     assert asks(desk) == [(False, "job b has a part of n2 too, and was asked to leave it by 2026-03-01 14:00 UTC")]
-    wish = replace(XID, because="Xid 119 on n2")
+    wish = replace(XID, reason="Xid 119 on n2")
     assert desk.of(AskToLeave) == [AskToLeave("b", wish)], "not the one that was told so by the refusal"
     node = desk.node("n2")
-    assert (node.standing, node.by, node.because, node.repair_acts) == (Standing.SUSPECT, "job a", "Xid 119 on n2", False)
+    assert (node.standing, node.by, node.reason, node.repair_acts) == (NodeStatus.SUSPECT, "job a", "Xid 119 on n2", False)
     desk.now += timedelta(minutes=10)
     assert asks(desk, seq=2)[-1][1].endswith("by 2026-03-01 14:00 UTC"), "what was said stands"
     desk.go(ended("n2", "refused", job="a", verdict=Verdict.UNKNOWN))
-    assert desk.node("n2").standing is Standing.SUSPECT
+    assert desk.node("n2").standing is NodeStatus.SUSPECT
     desk.claim("b", 1, seq=2, gpus=2, running=True, avoid=("n2",))
     assert desk.of(StartRepair) == [], "the other one is there still"
     desk.claim("a", 1, seq=2, gpus=2, running=True, avoid=("n2",))
@@ -261,14 +261,14 @@ def test_a_job_s_repair_of_a_node_that_it_shares_is_refused_and_the_others_are_a
 def test_a_job_that_has_the_node_for_itself_may_repair_it() -> None:
     desk = share(Desk(), "a")
     assert asks(desk) == [(True, "repair 1 of 2 that may act at a time")]
-    assert desk.node("n2").standing is Standing.IN_SERVICE
+    assert desk.node("n2").standing is NodeStatus.IN_SERVICE
 
 
 def test_a_job_s_repair_of_a_node_that_only_others_have_is_refused_and_nobody_leaves_for_it() -> None:
     desk = shared()
-    because = "job a has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
-    assert (asks(desk, job="z"), desk.of(AskToLeave)) == ([(False, because)], [])
-    assert desk.node("n2").standing is Standing.IN_SERVICE
+    reason = "job a has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    assert (asks(desk, job="z"), desk.of(AskToLeave)) == ([(False, reason)], [])
+    assert desk.node("n2").standing is NodeStatus.IN_SERVICE
 
 
 def test_ranks_of_a_job_that_has_ended_are_waited_for() -> None:
@@ -301,8 +301,8 @@ def test_a_suspect_already_asked_about_is_not_asked_for_again() -> None:
         desk.claim(job, 1, gpus=2, running=True, keep=("n2",), holds=(Place("n2", gpus=(2 * number, 2 * number + 1)),))
     accuse(desk, "g")
     assert [order.job for order in desk.of(AskToLeave)] == list("abcdef")
-    ((allowed, because),) = asks(desk)
-    assert not allowed and because.startswith("jobs b, c, d, e and 1 more have a part of n2 too, and were asked to leave it by")
+    ((allowed, reason),) = asks(desk)
+    assert not allowed and reason.startswith("jobs b, c, d, e and 1 more have a part of n2 too, and were asked to leave it by")
     assert desk.of(AskToLeave) == []
 
 

@@ -27,7 +27,7 @@ from relaunch.pool.messages import Claim, Place
 from relaunch.pool.orders import AskToClaim, Reclaim, StartRepair, TellRepair
 from relaunch.pool.restore import memory
 from relaunch.pool.scheduler import learn
-from relaunch.pool.state import Breaker, Living, NodeRecord, Standing
+from relaunch.pool.state import Breaker, LiveGeneration, NodeRecord, NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 GRACE = QuarantineAsked("n1", "a fan", "grace", timedelta(minutes=30))
@@ -48,14 +48,14 @@ def before(*facts: Fact, **limits: Any) -> Remembered:
     return memory(desk.state)
 
 
-def standings(desk: Desk) -> dict[str, Standing]:
-    return {node.name: node.standing for node in desk.state.nodes if node.standing is not Standing.IN_SERVICE}
+def standings(desk: Desk) -> dict[str, NodeStatus]:
+    return {node.name: node.standing for node in desk.state.nodes if node.standing is not NodeStatus.IN_SERVICE}
 
 
 def test_what_is_out_of_service_stays_out_with_its_reason_and_a_drain_is_asked_for_again() -> None:
     desk = anew(before(GRACE))
     node = desk.node("n1")
-    assert (node.standing, node.because, node.by, node.since) == (Standing.QUARANTINED, "a fan", "grace", T0)
+    assert (node.standing, node.reason, node.by, node.since) == (NodeStatus.QUARANTINED, "a fan", "grace", T0)
     assert node.drain is not None
     assert node.drain.until == T0 + timedelta(minutes=30)
     assert desk.state.notices == ("2026-03-01T12:10+00:00 remembers 1 node out of service from the run before",)
@@ -68,12 +68,12 @@ def test_a_node_that_was_under_repair_is_a_suspect_again_and_one_with_faults_kee
     hang = replace(suspect("n3", 1, Cause.HANG), at=T0)
     desk.claim("a", 0, suspects=(suspect("n2", isolate=True), hang))
     desk.go(began("n2"), began("n4", by="grace"), ended("n4", by="grace"))
-    assert desk.node("n2").standing is Standing.REPAIRING
+    assert desk.node("n2").standing is NodeStatus.REPAIRING
     known = memory(desk.state)
     assert [(node.name, node.standing, node.repair) for node in known.nodes] == [
-        ("n2", Standing.SUSPECT, ""),
-        ("n3", Standing.IN_SERVICE, ""),
-        ("n4", Standing.IN_SERVICE, ""),
+        ("n2", NodeStatus.SUSPECT, ""),
+        ("n3", NodeStatus.IN_SERVICE, ""),
+        ("n4", NodeStatus.IN_SERVICE, ""),
     ]
     later = anew(known)
     assert later.of(StartRepair) == [StartRepair("n2", "it failed on n2")]
@@ -96,7 +96,7 @@ def test_a_node_that_had_left_the_file_is_not_remembered_for_that() -> None:
     desk = Desk()
     desk.claim("a", 4)
     desk.go(Applied("act", nodes("n2"), desk.limits))
-    assert desk.node("n1").standing is Standing.QUARANTINED
+    assert desk.node("n1").standing is NodeStatus.QUARANTINED
     assert standings(anew(memory(desk.state))) == {}
     assert standings(anew(before(QuarantineAsked("n9", "a fan", "grace")))) == {}
 
@@ -110,7 +110,7 @@ def test_nothing_is_given_repaired_or_permitted_before_it_is_known_what_the_run_
     assert desk.orders == []
     assert desk.wakes_in() == 5, "then it hears of it"
     desk.wait(seconds=5)
-    assert desk.grants("waiting")["a"].because == "fleet gpus was started anew and asks the run before it which nodes are out of service"
+    assert desk.grants("waiting")["a"].reason == "fleet gpus was started anew and asks the run before it which nodes are out of service"
     desk.go(before(QuarantineAsked("n1", "a fan", "grace")))
     assert desk.granted() == {"a": ["n2"]}
     assert [type(order) for order in (*desk.of(TellRepair), *desk.of(StartRepair))] == [TellRepair, StartRepair]
@@ -134,10 +134,10 @@ def test_after_fifteen_seconds_it_is_given_up_and_what_comes_later_is_taken_over
     assert desk.state.notices == (f"2026-03-01T12:00+00:00 {forgotten}",)
     assert desk.state.restore_error == "it did not say so within 15 s"
     desk.go(before(GRACE))
-    assert standings(desk) == {"n1": Standing.QUARANTINED}
+    assert standings(desk) == {"n1": NodeStatus.QUARANTINED}
     assert desk.state.restore_error == ""
     desk.go(before(QuarantineAsked("n2", "a fan", "grace")))
-    assert standings(desk) == {"n1": Standing.QUARANTINED}, "once"
+    assert standings(desk) == {"n1": NodeStatus.QUARANTINED}, "once"
 
 
 def test_it_is_not_asked_for_before_the_fleet_has_nodes() -> None:
@@ -146,17 +146,17 @@ def test_it_is_not_asked_for_before_the_fleet_has_nodes() -> None:
     assert (desk.state.remembers_until, desk.state.remembered) == (None, False)
     desk.wait(hours=1)
     desk.go(Applied("act", desk.specs, desk.limits), before(GRACE))
-    assert standings(desk) == {"n1": Standing.QUARANTINED}
+    assert standings(desk) == {"n1": NodeStatus.QUARANTINED}
 
 
 @pytest.mark.parametrize(
     ("since", "standing", "by"),
     [
-        (ReleaseAsked("n1", "new fan", "ada"), Standing.IN_SERVICE, ""),
-        (QuarantineAsked("n1", "loud", "ada"), Standing.QUARANTINED, "ada"),
+        (ReleaseAsked("n1", "new fan", "ada"), NodeStatus.IN_SERVICE, ""),
+        (QuarantineAsked("n1", "loud", "ada"), NodeStatus.QUARANTINED, "ada"),
     ],
 )
-def test_what_a_person_has_said_of_a_node_since_counts(since: Fact, standing: Standing, by: str) -> None:
+def test_what_a_person_has_said_of_a_node_since_counts(since: Fact, standing: NodeStatus, by: str) -> None:
     desk = anew(since, before(GRACE))
     assert (desk.node("n1").standing, desk.node("n1").by) == (standing, by)
 
@@ -164,10 +164,10 @@ def test_what_a_person_has_said_of_a_node_since_counts(since: Fact, standing: St
 def test_a_job_that_suspects_a_node_since_does_not_lift_what_a_person_has_said_before() -> None:
     desk = anew()
     desk.claim("a", 0, suspects=(suspect("n1", isolate=True),))
-    assert desk.node("n1").standing is Standing.SUSPECT
+    assert desk.node("n1").standing is NodeStatus.SUSPECT
     desk.go(before(GRACE))
     node = desk.node("n1")
-    assert (node.standing, node.because, node.by) == (Standing.QUARANTINED, "a fan", "grace")
+    assert (node.standing, node.reason, node.by) == (NodeStatus.QUARANTINED, "a fan", "grace")
     assert [mark.job for mark in node.marks] == ["a"]  # what the job knows against it is kept
     assert desk.of(StartRepair) == []
 
@@ -193,7 +193,7 @@ def test_a_pause_and_an_open_breaker_are_remembered() -> None:
     opened = Desk(nodes_out=1, begun=False)
     opened.state = replace(opened.state, breaker=Breaker("too many", T0))
     opened.learn(Applied("act", opened.specs, opened.limits), known)
-    assert (opened.state.breaker.because, opened.state.breaker.paused) == ("too many", mine.paused)
+    assert (opened.state.breaker.reason, opened.state.breaker.paused) == ("too many", mine.paused)
 
 
 def test_a_person_who_has_resumed_repairs_since_is_not_overruled() -> None:
@@ -228,7 +228,7 @@ def test_the_memory_counts_once() -> None:
     desk = anew(before(GRACE))
     once = desk.state
     assert learn(once, before(QuarantineAsked("n2", "a fan", "grace")), desk.now) == once
-    assert memory(once).nodes[0] == NodeRecord(desk.specs[0], Standing.QUARANTINED, "a fan", "grace", T0, drain=once.nodes[0].drain)
+    assert memory(once).nodes[0] == NodeRecord(desk.specs[0], NodeStatus.QUARANTINED, "a fan", "grace", T0, drain=once.nodes[0].drain)
 
 
 def test_what_is_lost_of_the_run_before_is_said_to_people() -> None:
@@ -253,7 +253,7 @@ def cut_off(known: Remembered | None, jobs: tuple[str, ...] = ("a",)) -> Desk:
     desk = Desk(begun=False)
     desk.now += timedelta(seconds=1)
     desk.silent["n2"] = "no route to host"
-    desk.living["n1"] = (Living("a", 1, 1),)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
     desk.go(Applied("act", desk.specs, desk.limits), JobsFound(jobs), *([known] if known is not None else []))
     return desk
 
@@ -332,7 +332,7 @@ def test_runs_that_ended_before_they_had_restored_hand_on_what_those_before_them
 
 def test_what_lived_on_a_node_when_it_answered_last_counts_while_it_is_silent() -> None:
     desk = Desk()
-    desk.living["n2"] = (Living("a", 1, 1),)
+    desk.living["n2"] = (LiveGeneration("a", 1, 1),)
     desk.look()
     desk.silent["n2"] = "no route to host"
     desk.look()
@@ -356,14 +356,14 @@ def test_a_job_that_may_have_ranks_on_a_silent_node_waits_where_what_was_known_i
     desk = cut_off(Remembered(lost=LOST), jobs=())
     desk.claim("a", 1, submission=2)
     assert desk.granted() == {}
-    said = desk.grants("waiting")["a"].because
+    said = desk.grants("waiting")["a"].reason
     assert "n2 has not answered since fleet gpus began" in said and LOST in said
     assert "take a node that is off for good out of the fleet file" in said
     desk.wait(seconds=60)
     assert desk.granted() == {}, "nothing bounds how long ranks may go on that nobody knows"
     assert desk.state.notices[-1].endswith(LOST) and len(desk.state.notices) == 1
     del desk.silent["n2"]
-    desk.living["n2"] = (Living("a", 1, 1),)
+    desk.living["n2"] = (LiveGeneration("a", 1, 1),)
     desk.wait(seconds=60)
     assert desk.grants()["a"].holding == ("n1", "n2")
 
@@ -389,7 +389,7 @@ def test_without_a_run_before_only_a_job_whose_ranks_are_seen_elsewhere_waits_fo
     assert desk.granted() == {"b": ["n3"]}
     desk.claim("a", 1, submission=2)
     assert desk.granted() == {}
-    assert "what the fleet knew before is lost." in desk.grants("waiting")["a"].because
+    assert "what the fleet knew before is lost." in desk.grants("waiting")["a"].reason
     desk.living.clear()
     desk.wait(seconds=60)
     assert "a" in desk.granted()

@@ -12,7 +12,7 @@ from relaunch.pool.facts import Applied, JobsFound, PermitWanted, Remembered
 from relaunch.pool.messages import PermitRequest
 from relaunch.pool.orders import StartRepair, TellRepair
 from relaunch.pool.restore import memory
-from relaunch.pool.state import Living
+from relaunch.pool.state import LiveGeneration
 from tests.recovery.fleet_builders import Desk, began, ended, nodes, permit, suspect
 
 
@@ -21,7 +21,7 @@ def asked(desk: Desk, node: str = "n2", seq: int = 1, run: str = "run", **more: 
     values = {"power": True, "restarts": 0, "job": "", **more}
     request = PermitRequest(f"repair/gpus/{node}", run, seq, node, "reboot", "it hangs", desk.now, **values)
     desk.go(began(node, run=run), PermitWanted(request))
-    return [(tell.permit.allowed, tell.permit.because) for tell in desk.of(TellRepair)]
+    return [(tell.permit.allowed, tell.permit.reason) for tell in desk.of(TellRepair)]
 
 
 def test_the_power_of_a_node_that_nobody_has_may_be_cycled() -> None:
@@ -36,17 +36,17 @@ def test_a_node_that_a_job_has_keeps_its_power_unless_that_job_ordered_it(silent
     desk.claim("llama", 1, holds=("n2",), keep=("n2",))
     desk.silent["n2"] = silent
     desk.look()
-    because = "job llama has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
-    assert asked(desk) == [(False, because)]
+    reason = "job llama has n2, and ranks of it may live there: cancel it, drain the node, or let that job order it"
+    assert asked(desk) == [(False, reason)]
     assert desk.node("n2").power_cycles == () and desk.state.reboots == ()
-    assert asked(desk, job="other", seq=2) == [(False, because)]
+    assert asked(desk, job="other", seq=2) == [(False, reason)]
     assert asked(desk, job="llama", seq=3)[-1][0]
     assert asked(desk, "n3")[-1][0], "nobody has that one"
 
 
 def test_ranks_that_live_there_are_in_its_way_too() -> None:
     desk = Desk()
-    desk.living["n2"] = (Living("llama", 1, 2),)
+    desk.living["n2"] = (LiveGeneration("llama", 1, 2),)
     desk.look()
     assert not asked(desk)[0][0]
 

@@ -36,7 +36,7 @@ from relaunch.pool.offers import OFFER_HOLDS
 from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
 from relaunch.pool.restore import memory
 from relaunch.pool.scheduler import learn, next_wake, settle
-from relaunch.pool.state import ClaimRecord, FleetState, Living, NodeLook, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeStatus
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from tests.recovery.fleet_builders import T0, Desk, gpus, nodes
 from tests.recovery.generated import searched
@@ -88,7 +88,7 @@ class World:
         self.ranks: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {node.name: {} for node in FILE}
         """By node: whose ranks live there, with which GPUs."""
         self.silent: set[str] = set()
-        self.strangers: dict[str, set[int]] = {node.name: set() for node in FILE}
+        self.foreign_processes: dict[str, set[int]] = {node.name: set() for node in FILE}
         """By node: GPUs on which somebody else computes."""
         self.seen: dict[str, tuple[datetime, set[int]]] = {}
         """By node: when the fleet learned last who computes there, and where that is."""
@@ -152,7 +152,7 @@ class World:
         if any("are forgotten" in notice for notice in self.state.notices):
             self.quarantined.clear()
         self.quarantined &= {node.name for node in self.state.nodes}
-        out = {node.name for node in self.state.nodes if node.standing is Standing.QUARANTINED}
+        out = {node.name for node in self.state.nodes if node.standing is NodeStatus.QUARANTINED}
         assert self.quarantined <= out, "only a person takes back what a person said, whatever began anew since"
 
     def check_places(self) -> None:
@@ -183,17 +183,17 @@ class World:
                 assert len(record.claim.keep) + len(order.offer.nodes) <= record.claim.most, "never more than it would take"
                 for name in order.offer.nodes:
                     node = next(node for node in self.state.nodes if node.name == name)
-                    assert not node.spec.spare and node.standing is Standing.IN_SERVICE and node.drain is None
+                    assert not node.spec.spare and node.standing is NodeStatus.IN_SERVICE and node.drain is None
             case TellJob() if order.grant.kind == "granted":
                 self.check_grant(order.grant, next(one for one in self.state.claims if one.claim.job == order.job), before)
             case StartRepair():
                 node = next(node for node in before.nodes if node.name == order.node)
-                assert (node.standing is Standing.SUSPECT or node.short) and not node.repair
+                assert (node.standing is NodeStatus.SUSPECT or node.short) and not node.repair
                 assert order.node not in self.repairs or self.begun_anew, "never twice without an end"
                 assert not self.state.breaker.is_open and not self.state.breaker.paused
                 assert not any(place.node == order.node for record in self.state.claims for place in record.places)
                 assert not self.ranks[order.node] or order.node in self.silent
-                assert sum(node.standing is Standing.REPAIRING for node in self.state.nodes) <= 2
+                assert sum(node.standing is NodeStatus.REPAIRING for node in self.state.nodes) <= 2
             case TellRepair() if order.permit.allowed:
                 assert not self.state.breaker.is_open or self.was_told(before, order)
                 if not self.begun_anew and not self.was_told(before, order):
@@ -203,7 +203,7 @@ class World:
             case AskToLeave() if not order.withdraw.withdrawn:
                 node = next(node for node in self.state.nodes if node.name == order.withdraw.node)
                 assert order.withdraw == (node.drain or node.leave) and order.job in node.told
-                assert node.standing is Standing.QUARANTINED or (node.standing is Standing.SUSPECT and not self.state.breaker.is_open)
+                assert node.standing is NodeStatus.QUARANTINED or (node.standing is NodeStatus.SUSPECT and not self.state.breaker.is_open)
             case Reclaim():
                 present = self.jobs.get(order.job)
                 assert present is None or present.submission > order.submission or order.job in self.said_it_ended()
@@ -224,7 +224,7 @@ class World:
             if place.node in claim.stays and (wish := node.drain or node.leave) is not None and self.now < wish.until:
                 continue  # it has a while
             assert node.drain is None
-            assert node.standing is Standing.IN_SERVICE or (place.node in claim.keep and node.standing is Standing.QUARANTINED)
+            assert node.standing is NodeStatus.IN_SERVICE or (place.node in claim.keep and node.standing is NodeStatus.QUARANTINED)
             assert not place.gpus or len(place.gpus) == claim.gpus
             mine = set(place.gpus or range(node.spec.gpus))
             if place.node not in claim.keep and node.spec.gpus:
@@ -262,7 +262,7 @@ class World:
             case StartRepair() if order.node not in self.repairs:
                 self.runs += 1
                 self.repairs[order.node] = self.runs
-                self.to_fleet.append(RepairBegan(order.node, f"repair/gpus/{order.node}", str(self.runs), "fleet gpus", order.because))
+                self.to_fleet.append(RepairBegan(order.node, f"repair/gpus/{order.node}", str(self.runs), "fleet gpus", order.reason))
             case TellRepair() if order.permit.allowed:
                 node = order.workflow.rpartition("/")[2]
                 if str(self.repairs.get(node)) == order.permit.run:
@@ -377,16 +377,16 @@ class World:
             if job.most > job.wanted:
                 self.go_on_with_all(job)
 
-    def see(self, node: str, read: bool = False) -> NodeLook:
+    def see(self, node: str, read: bool = False) -> NodeProbe:
         if node in self.silent:
-            return NodeLook(node, silent="no route to host")
+            return NodeProbe(node, silent="no route to host")
         held = "a repair holds it" if node in self.repairs else ""
-        living = tuple(Living(job, submission, 1) for job, submission in sorted(self.ranks[node]))
-        look = NodeLook(node, boot_id="boot", held=held, living=living)
+        living = tuple(LiveGeneration(job, submission, 1) for job, submission in sorted(self.ranks[node]))
+        look = NodeProbe(node, boot_id="boot", held=held, living=living)
         count = next(one.gpus for one in FILE if one.name == node)
         if not read or held or not count:
             return look
-        used = ((gpu, "alice") for gpu in sorted(self.strangers[node]) if gpu < count)
+        used = ((gpu, "alice") for gpu in sorted(self.foreign_processes[node]) if gpu < count)
         lost = ("0000:5e:00.0",) if node in self.lost else ()
         return replace(look, inventory=gpus(count - len(lost), *used, lost=lost))
 
@@ -463,7 +463,7 @@ class World:
             case "silence":
                 self.silent ^= {node}
             case "stranger":
-                self.strangers[node] ^= {draw.randrange(8)}
+                self.foreign_processes[node] ^= {draw.randrange(8)}
             case "lose":
                 self.lost ^= {node}
             case "repair" if self.repairs:
@@ -518,7 +518,7 @@ class World:
         """Everything answers, nobody fails, all that is under way ends well."""
         self.silent.clear()
         self.lost.clear()
-        for used in self.strangers.values():
+        for used in self.foreign_processes.values():
             used.clear()
         while self.to_fleet:
             self.deliver()
@@ -611,7 +611,7 @@ def test_jobs_of_one_priority_are_served_in_the_order_in_which_they_came_where_t
     now: datetime = T0
     state = FleetState("gpus")
     specs = nodes("n1", "n2", "n3", "n4")
-    looks = Looked(tuple(NodeLook(node.name, inventory=gpus()) for node in specs))
+    looks = Looked(tuple(NodeProbe(node.name, inventory=gpus()) for node in specs))
     for fact in (Applied("act", specs, LIMITS), JobsFound(()), Remembered(), looks):
         state = learn(state, fact, now)
     for number, (count, each) in enumerate(wanted):

@@ -42,7 +42,7 @@ def with_gpu(**changes: Any) -> dict[str, Any]:
 
 def test_a_healthy_node_says_what_was_examined() -> None:
     health = read(probe())
-    assert (health.verdict, health.because) == (Verdict.HEALTHY, "8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found")
+    assert (health.verdict, health.reason) == (Verdict.HEALTHY, "8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found")
     assert (health.boot_id, health.busy, health.reboots, health.gpus, health.unread) == ("boot-1", (), (), (), ())
     assert health.clock == datetime.fromtimestamp(WALL, UTC) and health.working == 8 and health.seen == tuple(map(bus, range(8)))
 
@@ -50,7 +50,7 @@ def test_a_healthy_node_says_what_was_examined() -> None:
 def test_a_node_without_gpus_is_examined_all_the_same() -> None:
     facts = probe(gpus={"unreadable": "libnvidia-ml.so.1 is not on this node"})
     health = read(facts, None, gpus=0)
-    assert (health.verdict, health.because) == (Verdict.HEALTHY, "no GPU expected, disk, memory, kernel log: nothing found")
+    assert (health.verdict, health.reason) == (Verdict.HEALTHY, "no GPU expected, disk, memory, kernel log: nothing found")
     assert read(probe(gpus=...), None, gpus=0).verdict is Verdict.HEALTHY
 
 
@@ -58,7 +58,7 @@ def test_gpus_that_the_fleet_file_does_not_name_are_judged_but_need_not_be_read(
     broken = probe(gpus=nvml(gpu(0, remapped={"pending": True, "failed": False}), count=1))
     assert read(broken, None, gpus=0).verdict is Verdict.UNHEALTHY
     unread = read(probe(gpus=nvml(gpu(0, ecc="?"), count=1)), None, gpus=0)
-    assert unread.verdict is Verdict.HEALTHY and unread.because.startswith("no GPU expected, 1 GPU by NVML, ")
+    assert unread.verdict is Verdict.HEALTHY and unread.reason.startswith("no GPU expected, 1 GPU by NVML, ")
 
 
 UNHEALTHY = {
@@ -100,7 +100,7 @@ UNHEALTHY = {
         (bus(1),),
     ),
     "the disk of the agent is read-only": (
-        probe(disks=[disk(writable=False, because="Read-only file system")]),
+        probe(disks=[disk(writable=False, reason="Read-only file system")]),
         "/var/tmp/relaunch cannot be written to: Read-only file system",
         (),
     ),
@@ -111,17 +111,17 @@ UNHEALTHY = {
 
 @pytest.mark.parametrize("case", UNHEALTHY)
 def test_a_node_is_unhealthy_when(case: str) -> None:
-    facts, because, gpus = UNHEALTHY[case]
+    facts, reason, gpus = UNHEALTHY[case]
     health = read(facts)
     assert health.verdict is Verdict.UNHEALTHY
-    assert because in health.because
+    assert reason in health.reason
     assert health.gpus == gpus
     assert health.findings[0].role is Role.ROOT
 
 
 def test_dcgm_makes_a_node_unhealthy_and_its_gpu_is_named_by_bus_id() -> None:
     health = read(probe(), diag(FAULTY, 205), level=2)
-    assert health.verdict is Verdict.UNHEALTHY and health.because.startswith("dcgmi diag -r 2: GPU 6: ")
+    assert health.verdict is Verdict.UNHEALTHY and health.reason.startswith("dcgmi diag -r 2: GPU 6: ")
     assert health.gpus == (bus(6),)
 
 
@@ -153,9 +153,9 @@ SYMPTOMS = {
 
 @pytest.mark.parametrize("case", SYMPTOMS)
 def test_a_node_is_not_unhealthy_for(case: str) -> None:
-    facts, because = SYMPTOMS[case]
+    facts, reason = SYMPTOMS[case]
     health = read(facts)
-    assert health.verdict is Verdict.HEALTHY and ": nothing broken; " in health.because and because in health.because
+    assert health.verdict is Verdict.HEALTHY and ": nothing broken; " in health.reason and reason in health.reason
     assert health.gpus == ()
 
 
@@ -165,7 +165,7 @@ def test_a_node_is_not_unhealthy_for(case: str) -> None:
         (with_gpu(throttle=0x4), Role.INFORMATION),
         (with_gpu(throttle=0x1), None),
         (with_gpu(throttle=0x20 | 0x80), Role.SYMPTOM),
-        (probe(disks=[disk(), disk("/", writable=False, because="Permission denied")]), Role.INFORMATION),
+        (probe(disks=[disk(), disk("/", writable=False, reason="Permission denied")]), Role.INFORMATION),
     ],
 )
 def test_what_is_only_a_setting_is_only_information(facts: dict[str, Any], role: Role | None) -> None:
@@ -217,16 +217,16 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_a_node_is_unknown_when(case: str) -> None:
-    facts, because = UNKNOWN[case]
+    facts, reason = UNKNOWN[case]
     health = read(facts, unread="n2 does not answer")
     assert health.verdict is Verdict.UNKNOWN
-    assert because in health.because
-    assert any(because in clause for clause in health.unread)
+    assert reason in health.reason
+    assert any(reason in clause for clause in health.unread)
 
 
 NOT_EXAMINED = {
     "it was not run": (None, "dcgmi diag was not run"),
-    "it was refused": ({"refused": "busy", "because": "job llama runs here"}, "dcgmi diag was refused (busy): job llama runs here"),
+    "it was refused": ({"refused": "busy", "reason": "job llama runs here"}, "dcgmi diag was refused (busy): job llama runs here"),
     "there is no outcome": (diag(outcome=...), "dcgmi diag: the node's answer lacks it"),
     "there is no dcgmi": (diag(missing="dcgmi is not on this node's PATH"), "dcgmi diag: dcgmi is not on this node's PATH"),
     "nobody says what is missing": (diag(missing=3), "dcgmi diag: a tool is missing"),
@@ -243,10 +243,10 @@ NOT_EXAMINED = {
 
 @pytest.mark.parametrize("case", NOT_EXAMINED)
 def test_a_node_is_not_healthy_by_its_diagnosis_when(case: str) -> None:
-    answer, because = NOT_EXAMINED[case]
+    answer, reason = NOT_EXAMINED[case]
     health = read(probe(), answer)
     assert health.verdict is Verdict.UNKNOWN
-    assert because in health.because
+    assert reason in health.reason
 
 
 def test_a_diagnosis_that_was_not_asked_for_is_not_missing() -> None:
@@ -259,7 +259,7 @@ def test_output_that_was_cut_still_shows_what_is_broken() -> None:
 
 
 def test_a_diagnosis_added_later_says_the_same_as_both_at_once() -> None:
-    for answer in (diag(FAULTY, 205), diag(PASS), diag(missing="no dcgmi"), {"refused": "busy", "because": "x"}):
+    for answer in (diag(FAULTY, 205), diag(PASS), diag(missing="no dcgmi"), {"refused": "busy", "reason": "x"}):
         later = with_diag(read(probe(), None), answer, level=2, catalog=catalog())
         assert later == read_health(probe(), answer, expected_gpus=8, level=2, catalog=catalog())
 
@@ -274,7 +274,7 @@ def test_what_a_gpu_does_not_have_is_not_missing() -> None:
 def test_the_gravest_comes_first_and_the_rest_is_counted() -> None:
     rows = [gpu(index, remapped={"pending": True, "failed": index == 3}) for index in range(5)]
     health = read(probe(gpus=nvml(*rows), disks=[disk(free=0)]))
-    assert health.because == (
+    assert health.reason == (
         "GPU 0000:08:00: remapping a row of its memory has failed; "
         "GPU 0000:05:00: a row of its memory waits for a reset to be remapped; 5 more"
     )
@@ -283,7 +283,7 @@ def test_the_gravest_comes_first_and_the_rest_is_counted() -> None:
 
 def test_what_is_not_read_is_told_with_the_symptoms() -> None:
     health = read(with_gpu(ecc={"volatile_uncorrected": 2}))
-    assert health.because.endswith("; GPU 0000:05:00: 2 uncorrected ECC errors since the driver was loaded")
+    assert health.reason.endswith("; GPU 0000:05:00: 2 uncorrected ECC errors since the driver was loaded")
 
 
 BUSY = {
@@ -319,13 +319,13 @@ def test_whoever_holds_a_node_is_known_by_id() -> None:
 
 def test_a_node_that_does_not_answer_is_not_free() -> None:
     health = read(None)
-    assert health.busy and health.journal_unread and not health.boot_id and health.because == "it did not answer a probe"
-    assert read({"outcome": "refused", "because": "protocol 2"}).because == "protocol 2"
+    assert health.busy and health.journal_unread and not health.boot_id and health.reason == "it did not answer a probe"
+    assert read({"outcome": "refused", "reason": "protocol 2"}).reason == "protocol 2"
 
 
 def test_reboots_are_told_the_oldest_first() -> None:
     health = read(probe(reboots=journal((60, "r2"), (7200, "r1"))))
-    assert [(one.id, one.boot_id, one.because) for one in health.reboots] == [("r1", "boot-0", "Xid 79"), ("r2", "boot-0", "Xid 79")]
+    assert [(one.id, one.boot_id, one.reason) for one in health.reboots] == [("r1", "boot-0", "Xid 79"), ("r2", "boot-0", "Xid 79")]
     assert read(probe(reboots=[{"at": 5, "boot_id": 7}])).reboots[0].boot_id == ""
 
 
@@ -480,13 +480,13 @@ def test_how_far_a_clock_is_off_is_shown_as_far_as_the_round_trip_lets_it_be_kno
     exchange = {"sent": WALL, "received": WALL + took + 3.0}
     health = read(probe(wall=WALL + ahead + took / 2, answered=WALL + ahead + took / 2 + 3.0, exchange=exchange))
     assert health.verdict is Verdict.HEALTHY
-    assert [one.because for one in health.findings] == ([said] if said else [])
-    assert said in health.because if named else "clock" not in health.because, health.because
+    assert [one.reason for one in health.findings] == ([said] if said else [])
+    assert said in health.reason if named else "clock" not in health.reason, health.reason
 
 
 def test_the_clock_of_an_agent_that_tells_no_time_of_its_answer_is_known_less_well() -> None:
     exchange = {"sent": WALL, "received": WALL + 4.0}
-    assert [one.because for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings] == ["its clock is 88 s ahead (±2.0 s)"]
+    assert [one.reason for one in read(probe(wall=WALL + 90.0, exchange=exchange)).findings] == ["its clock is 88 s ahead (±2.0 s)"]
 
 
 @pytest.mark.parametrize(
@@ -512,8 +512,8 @@ def unprobed(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not ...}
 
 
-def contract(word: str, because: Any = "its task ended with exit code 1", **more: Any) -> dict[str, Any]:
-    return {"outcome": "done", "contract": word, "because": because, **more}
+def contract(word: str, reason: Any = "its task ended with exit code 1", **more: Any) -> dict[str, Any]:
+    return {"outcome": "done", "contract": word, "reason": reason, **more}
 
 
 NOT_PROBED = "nothing reads it from within, and its health check was not run"
@@ -541,7 +541,7 @@ CONTRACTS = {
     "it is of another version": (unprobed(), contract("fine", ""), Verdict.UNKNOWN, "its health check says nothing: no reason given"),
     "it could not be run": (
         unprobed(),
-        {"refused": "busy", "because": "GPUs are taken"},
+        {"refused": "busy", "reason": "GPUs are taken"},
         Verdict.UNKNOWN,
         f"{NOT_PROBED}; dcgmi diag was refused (busy): GPUs are taken",
     ),
@@ -572,10 +572,10 @@ CONTRACTS = {
 
 @pytest.mark.parametrize("case", CONTRACTS)
 def test_s1_5_a_health_check_by_exit_code_is_judged_when(case: str) -> None:
-    facts, answer, verdict, because = CONTRACTS[case]
+    facts, answer, verdict, reason = CONTRACTS[case]
     health = read(facts, answer)
     assert verdict is health.verdict
-    assert because in health.because
+    assert reason in health.reason
     assert [finding.cause for finding in health.findings if finding.code == "health check"] in ([], [Cause.GPU_FATAL])
 
 

@@ -13,7 +13,7 @@ from relaunch.pool.facts import Applied, Claimed, JobsFound, Looked, QuarantineA
 from relaunch.pool.inventory import UNKNOWN, GpuUse, Inventory, read_inventory, shortage, used_by
 from relaunch.pool.messages import Claim, Place
 from relaunch.pool.orders import Look, StartRepair
-from relaunch.pool.state import Living, NodeLook, Standing
+from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
 from tests.recovery.nodes import gpu, nvml
 
@@ -150,7 +150,7 @@ def test_s2_10_a_job_gets_gpus_that_no_stranger_uses() -> None:
 def test_s2_10_a_job_that_wants_the_whole_node_waits_until_the_stranger_has_left_and_is_told_who_it_is() -> None:
     desk = visited("n1", n1=(2,))
     desk.claim("a", 1)
-    assert desk.grants("waiting")["a"].because == f"0 of 1 nodes: n1: GPU 2 is used by {ALICE}"
+    assert desk.grants("waiting")["a"].reason == f"0 of 1 nodes: n1: GPU 2 is used by {ALICE}"
     assert desk.wakes_in() == 10
     assert desk.wait(seconds=10) == []
     assert desk.state.looks == 2, "one reading every ten seconds while somebody waits"
@@ -178,7 +178,7 @@ def test_small_jobs_go_where_a_stranger_is_so_that_large_ones_find_whole_nodes()
 def test_a_node_on_which_all_gpus_are_used_is_nobodys_and_looked_at_again() -> None:
     desk = visited("n1", n1=tuple(range(8)))
     desk.claim("a", 1, gpus=1)
-    assert f"GPU 0, 1, 2, 3, 4, 5, 6, 7 are used by {ALICE}" in desk.grants("waiting")["a"].because
+    assert f"GPU 0, 1, 2, 3, 4, 5, 6, 7 are used by {ALICE}" in desk.grants("waiting")["a"].reason
     del desk.gpus["n1"]
     desk.wait(seconds=10)
     assert desk.granted() == {"a": ["n1"]}
@@ -188,9 +188,9 @@ def test_a_stranger_is_named_beside_the_job_that_has_the_rest() -> None:
     desk = visited("n1", n1=(2,))
     desk.claim("a", 1, gpus=2)
     desk.claim("b", 1, gpus=6)
-    assert desk.grants("waiting")["b"].because == f"0 of 1 nodes: job a holds 1; n1: GPU 2 is used by {ALICE}"
+    assert desk.grants("waiting")["b"].reason == f"0 of 1 nodes: job a holds 1; n1: GPU 2 is used by {ALICE}"
     desk.claim("c", 1, gpus=7)
-    assert ALICE not in desk.grants("waiting")["c"].because, "it could not have them anyway"
+    assert ALICE not in desk.grants("waiting")["c"].reason, "it could not have them anyway"
 
 
 def test_what_a_stranger_uses_is_kept_free_for_nobody() -> None:
@@ -249,10 +249,10 @@ def test_nodes_without_gpus_are_never_read() -> None:
     desk = Desk(*nodes("n1", gpus=0), begun=False)
     desk.learn(Applied("act", desk.specs, desk.limits), JobsFound(()), Remembered())
     assert desk.settle() == [Look(("n1",))]
-    desk.learn(Looked((NodeLook("n1", inventory=gpus(0, (0, ALICE))),)))
+    desk.learn(Looked((NodeProbe("n1", inventory=gpus(0, (0, ALICE))),)))
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n1"]}
-    assert (desk.node("n1").strangers, desk.node("n1").short) == ((), "")
+    assert (desk.node("n1").foreign_processes, desk.node("n1").short) == ((), "")
 
 
 # --- when
@@ -334,9 +334,9 @@ def test_a_reading_that_takes_long_is_asked_for_again_although_nobody_waits_and_
 def test_a_reading_that_was_told_late_is_as_old_as_it_is() -> None:
     desk = Desk(*nodes("n1"))
     desk.now += timedelta(minutes=6)
-    desk.learn(Looked((NodeLook("n1", inventory=gpus(), read_ago=timedelta(seconds=50)),)))
+    desk.learn(Looked((NodeProbe("n1", inventory=gpus(), read_ago=timedelta(seconds=50)),)))
     assert desk.node("n1").read_at == desk.now - timedelta(seconds=50)
-    assert desk.node("n1").look == NodeLook("n1"), "the record keeps it, and the look does not"
+    assert desk.node("n1").look == NodeProbe("n1"), "the record keeps it, and the look does not"
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n1"]}
     assert desk.node("n1").read_at == desk.now
@@ -367,11 +367,11 @@ def test_a_node_with_fewer_gpus_than_the_file_says_is_examined_before_a_job_gets
     repair = StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")
     assert desk.go() == [repair]
     record = desk.node("n1")
-    assert (record.standing, record.by, record.because) == (Standing.REPAIRING, "relaunch", repair.because)
+    assert (record.standing, record.by, record.reason) == (NodeStatus.REPAIRING, "relaunch", repair.reason)
     desk.claim("a", 1)
     assert desk.granted() == {"a": ["n2"]}
     desk.claim("b", 1)
-    assert "n1 is repairing (7 of 8 GPUs answer; 0000:5e:00.0 is lost)" in desk.grants("waiting")["b"].because
+    assert "n1 is repairing (7 of 8 GPUs answer; 0000:5e:00.0 is lost)" in desk.grants("waiting")["b"].reason
     del desk.gpus["n1"]
     desk.go(began("n1"), ended("n1"))
     assert desk.granted() == {"b": ["n1"]}
@@ -384,7 +384,7 @@ def test_what_was_read_before_a_repair_counts_no_more_after_it() -> None:
     desk.go()
     desk.learn(began("n1"), ended("n1"))
     desk.settle()
-    assert desk.node("n1").standing is Standing.IN_SERVICE, "until it is read again"
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE, "until it is read again"
     desk.look()
     assert desk.go() == [StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
 
@@ -394,8 +394,8 @@ def test_a_repair_that_proves_nothing_keeps_it_out() -> None:
     desk.gpus["n1"] = SHORT
     desk.look()
     desk.go()
-    desk.go(began("n1"), ended("n1", "ambiguous", verdict=Verdict.UNHEALTHY, because="only 7 of 8 GPUs are there"))
-    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "relaunch")
+    desk.go(began("n1"), ended("n1", "ambiguous", verdict=Verdict.UNHEALTHY, reason="only 7 of 8 GPUs are there"))
+    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "relaunch")
     assert desk.wait(minutes=6) == []
 
 
@@ -406,7 +406,7 @@ def test_whoever_uses_a_node_that_lacks_gpus_is_left_alone(how: str) -> None:
         case "held":
             desk.claim("a", 1, gpus=2)
         case "living":
-            desk.living["n1"] = (Living("a", 1, 1),)
+            desk.living["n1"] = (LiveGeneration("a", 1, 1),)
         case "silent":
             desk.look()
             desk.silent["n1"] = "connection refused"
@@ -430,8 +430,8 @@ def test_nobody_new_gets_a_part_of_a_node_that_lacks_gpus_and_it_is_examined_onc
     desk.look()
     desk.claim("b", 1, gpus=2)
     said = "7 of 8 GPUs answer; 0000:5e:00.0 is lost"
-    assert desk.grants("waiting")["b"].because == f"0 of 1 nodes: job a holds 1; n1: {said}"
-    assert desk.node("n1").standing is Standing.IN_SERVICE
+    assert desk.grants("waiting")["b"].reason == f"0 of 1 nodes: job a holds 1; n1: {said}"
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
     desk.claim("a", 0, seq=2)
     assert desk.of(StartRepair) == [StartRepair("n1", said)]
 
@@ -441,7 +441,7 @@ def test_a_fleet_that_waits_for_what_jobs_hold_suspects_nobody_meanwhile() -> No
     desk.gpus["n1"] = SHORT
     desk.look()
     desk.settle()
-    assert desk.node("n1").standing is Standing.IN_SERVICE
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
     desk.claim("a", 1, running=True, keep=("n1",))
     assert desk.record("a").granted == (Place("n1", "10.0.0.1"),)
 
@@ -452,10 +452,10 @@ def test_a_release_holds_until_the_node_is_read_again_and_a_persons_quarantine_f
     desk.learn(QuarantineAsked("n1", "dust", "grace"))
     desk.look()
     desk.wait(minutes=6)
-    assert (desk.node("n1").standing, desk.node("n1").by) == (Standing.QUARANTINED, "grace")
+    assert (desk.node("n1").standing, desk.node("n1").by) == (NodeStatus.QUARANTINED, "grace")
     desk.learn(ReleaseAsked("n1", "clean", "grace"))
     assert desk.settle() == []
-    assert desk.node("n1").standing is Standing.IN_SERVICE
+    assert desk.node("n1").standing is NodeStatus.IN_SERVICE
     desk.look()
     assert desk.go() == [StartRepair("n1", "7 of 8 GPUs answer; 0000:5e:00.0 is lost")]
     desk.gpus["n1"] = gpus(7)

@@ -56,14 +56,14 @@ def test_every_mark_and_every_row_is_met_by_a_sample() -> None:
 def test_what_a_line_names_is_taken_over() -> None:
     (found,) = read("[2397166.983093] NVRM: Xid (PCI:0000:0f:00): 94, pid=2503421, name=python3, Ch 00000008")
     assert (found.source, found.code, found.gpu, found.pid, found.at) == ("kernel", "Xid 94", "0000:0f:00", 2503421, 2397166.983093)
-    assert "Xid 94 on GPU 0000:0f:00 under python3 (pid 2503421): " in found.because
-    assert "(Ch 00000008)" in found.because
+    assert "Xid 94 on GPU 0000:0f:00 under python3 (pid 2503421): " in found.reason
+    assert "(Ch 00000008)" in found.reason
 
 
 def test_a_pid_or_a_time_that_is_no_number_is_absent() -> None:
     (found,) = read("[...] NVRM: Xid (0000:03:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.")
     assert (found.gpu, found.pid, found.at) == ("0000:03:00", None, None)
-    assert found.because == "Xid 79 on GPU 0000:03:00: the GPU has fallen off the bus", "what the meaning says is not said twice"
+    assert found.reason == "Xid 79 on GPU 0000:03:00: the GPU has fallen off the bus", "what the meaning says is not said twice"
 
 
 def test_a_switch_is_named_without_its_function() -> None:
@@ -201,11 +201,11 @@ def test_the_xids_of_a_gpu_are_read_together(lines: list[str], expected: list[tu
     ],
 )
 def test_the_reason_says_how_it_was_read(lines: list[str], index: int, words: str) -> None:
-    assert words in read(*lines)[index].because
+    assert words in read(*lines)[index].reason
 
 
 def test_what_a_user_says_about_an_xid_stands_against_every_workflow() -> None:
-    wish = {"cause": "NODE_FAULT", "because": "ours"}
+    wish = {"cause": "NODE_FAULT", "reason": "ours"}
     ours = catalog(CatalogOverrides.model_validate({"xid": dict.fromkeys((45, 48, 149, 154), wish)}))
     lines = [xid(45), xid(48), xid(63), xid(149, NVLINK_FATAL), action("0x1 (GPU Reset Required)"), xid(94)]
     found = {each.code: (each.role, each.cause) for each in read_kernel_log(lines, ours)}

@@ -286,7 +286,7 @@ def test_how_a_ladder_ends(ladder: list[dict[str, Any]], words: str) -> None:
     job, _ = climbed(running(policy=rungs(*ladder)), on("n2"))
     _, decision = climbed(job, on("n2"))
     assert isinstance(decision, Stop | Ask)
-    assert decision.because == f"boom; {words}"
+    assert decision.reason == f"boom; {words}"
 
 
 @pytest.mark.parametrize(("exit_code", "ends_as"), [(None, 1), (0, 1), (7, 7), (139, 139)])
@@ -314,7 +314,7 @@ def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> 
 
 
 @pytest.mark.parametrize(
-    ("rung", "because", "left"),
+    ("rung", "reason", "left"),
     [
         pytest.param(
             {**RESTART, "tries": 3},
@@ -337,23 +337,23 @@ def test_a_cause_without_a_ladder_has_that_of_unknown_and_counts_by_itself() -> 
         ),
     ],
 )
-def test_a_decision_says_why_and_what_is_left(rung: dict[str, Any], because: str, left: str) -> None:
+def test_a_decision_says_why_and_what_is_left(rung: dict[str, Any], reason: str, left: str) -> None:
     ladder = [rung, FAIL] if "tries" in rung else [rung]
     _, decision = climbed(running(policy=rungs(*ladder, max_restarts=8)), on("n2"))
     assert isinstance(decision, Relaunch | Repair)
-    assert (decision.because, decision.left) == (because, left)
+    assert (decision.reason, decision.left) == (reason, left)
 
 
 def test_an_examination_says_what_it_is_for_and_what_follows() -> None:
     _, decision = climbed(running(policy=rungs(SICK, FAIL)), on("n1", "n2"))
     assert isinstance(decision, Examine)
-    assert decision.because == "boom; what next depends on n1, n2"
+    assert decision.reason == "boom; what next depends on n1, n2"
     assert decision.next == "n1, n2 examined; without a verdict after 30m it counts as UNKNOWN"
 
 
 def test_of_many_suspects_four_are_named_and_the_rest_is_counted() -> None:
     _, decision = climbed(running(policy=rungs(SICK, FAIL)), on(*(f"n{i}" for i in range(1, 12))))
-    assert "depends on n1, n2, n3, n4 and 7 more" in decision.because
+    assert "depends on n1, n2, n3, n4 and 7 more" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -367,4 +367,4 @@ def test_of_many_suspects_four_are_named_and_the_rest_is_counted() -> None:
 def test_a_decision_after_an_examination_names_what_was_found(verdicts: list[tuple[str, Verdict]], shown: str) -> None:
     examined = tuple(ExaminedNode(node, verdict, "said so") for node, verdict in verdicts)
     decision = climb(running(policy=rungs(FAIL)), Recovering(on("n1", "n2"), examined), T0, ())
-    assert decision.because.startswith(f"boom; {shown}; ")
+    assert decision.reason.startswith(f"boom; {shown}; ")

@@ -42,7 +42,7 @@ def test_a_rung_that_spends_fails_the_job_when_nothing_is_left_even_with_a_free_
     for expected in ("RESTART_IN_PLACE", "RESTART_IN_PLACE", "FAILED 1"):
         job, decision = climbed(job, on("n1"))
         assert told(decision) == expected
-    assert "all 2 restarts are spent" in decision.because
+    assert "all 2 restarts are spent" in decision.reason
 
 
 def test_a_job_without_restarts_of_its_own_fails_at_once_unless_the_rung_is_free() -> None:
@@ -74,7 +74,7 @@ def test_no_progress_stop_is_for_faults_that_may_be_the_jobs_own(cause: Cause) -
     _, decision = climbed(job, suspected(cause, "n1"))
     if cause in OWN_CAUSES:
         assert told(decision) == "FAILED 1"
-        assert "2 generations in a row ended without passing step 7" in decision.because
+        assert "2 generations in a row ended without passing step 7" in decision.reason
     else:
         assert told(decision) == "RESTART_IN_PLACE"
 

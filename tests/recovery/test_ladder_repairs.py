@@ -94,7 +94,7 @@ def test_an_examination_that_does_not_end_counts_as_unknown() -> None:
     job, decision = climbed(job, on("n2"))
     assert isinstance(decision, Examine) and decision.until == at(600)
     job = walk(job, (this(DeadlinePassed()), "RESCHEDULE_JOB"), now=at(600))
-    assert "n2 examined: UNKNOWN, no answer within 10m" in job.because
+    assert "n2 examined: UNKNOWN, no answer within 10m" in job.reason
 
 
 def test_the_gpus_of_the_kernel_are_not_those_of_another_node() -> None:
@@ -133,11 +133,11 @@ REPAIRS = [{**RESET, "tries": 2, "key": ["node", "gpu", "code"], "spends": False
     ],
 )
 def test_a_repair_that_fails_goes_on_above_its_rung_and_its_try_stays_spent(failure: tuple[Any, str]) -> None:
-    fails, because = failure
+    fails, reason = failure
     job = walk(running(policy=rungs(*REPAIRS)), (raised(), "RESET_GPU n2"))
     assert (job.phase, job.next.at, len(job.tries), job.restarts_spent) == (Phase.REPAIRING, at(1500), 1, 0)
     job = walk(job, (fails, "REBOOT_NODE n2"))
-    assert because in job.because
+    assert reason in job.reason
     assert ([one.strategy for one in job.tries], job.restarts_spent) == ([Strategy.RESET_GPU, Strategy.REBOOT_NODE], 1)
     job = walk(job, (fails, "REPLACE_NODE without n2 avoiding n2"))
     assert job.restarts_spent == 2
@@ -154,7 +154,7 @@ def test_a_repair_that_is_done_launches_again_in_place_for_no_further_try() -> N
     job, decision = step(job, mended()(job))
     assert isinstance(decision, Relaunch)
     assert (decision.generation, decision.take, decision.keep_nodes, decision.without) == (generation + 1, None, True, ())
-    assert decision.because == "RESET_GPU of n2 is done: boot id b1 is b2"
+    assert decision.reason == "RESET_GPU of n2 is done: boot id b1 is b2"
     assert (job.phase, job.recovering, len(job.tries)) == (Phase.LAUNCHING, None, 1)
 
 

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from relaunch.job.claim import as_it_is, claim
 from relaunch.job.decide import may_answer
 from relaunch.job.drain import NAMED, at_checkpoint, left_out, pending, what_next
-from relaunch.job.events import Answered, CancelRequested, CheckpointSaved, LeaveAsked, LeaveDue, LeaveWithdrawn, NodesAcquired, Submitted
+from relaunch.job.events import (
+    Answered,
+    CancelRequested,
+    CheckpointSaved,
+    DrainCancelled,
+    DrainDue,
+    DrainRequested,
+    NodesAcquired,
+    Submitted,
+)
 from relaunch.job.ladder import left_with
 from relaunch.job.state import Ignore, JobState, Leaving, Phase, Relaunch, Slot
 from relaunch.spec.policy import preset
@@ -21,7 +30,7 @@ from tests.recovery.builders import T0, at, error, exited, fault, new_job, play,
 from tests.recovery.generated import searched
 from tests.recovery.streams import Choice, Move, Run
 
-PSU = LeaveAsked("n2", "swap its PSU", "carol", at(7200))
+PSU = DrainRequested("n2", "swap its PSU", "carol", at(7200))
 UNTIL = "2026-11-21 05:00 UTC"
 NO = Answered("deny", "evaluation ends at noon", "alice", node="n2")
 NOW = Answered("approve", "go ahead", "bob", node="n2")
@@ -49,7 +58,7 @@ def test_it_leaves_right_after_its_next_finished_checkpoint_and_spends_nothing()
 
 
 def test_all_nodes_that_are_wanted_are_left_at_one_checkpoint_but_for_those_that_somebody_holds_on_to() -> None:
-    job, _ = play(running(nodes=4), PSU, replace(PSU, node="n3", because=""), replace(PSU, node="n4"), replace(NO, node="n4"))
+    job, _ = play(running(nodes=4), PSU, replace(PSU, node="n3", reason=""), replace(PSU, node="n4"), replace(NO, node="n4"))
     _, decision = step(job, saved(job), at(60))
     assert decision == Relaunch(2, "carol wants n2: swap its PSU; carol wants n3; checkpoint of step 120 is saved", without=("n2", "n3"))
 
@@ -75,7 +84,7 @@ def test_a_no_keeps_it_there_whatever_checkpoints_pass_until_it_has_to() -> None
     assert job.leaving == (Leaving("n2", "swap its PSU", "carol", at(7200), "alice said no: evaluation ends at noon"),)
     assert job.notices[-1] == f"alice said that n2 is not left before {UNTIL}: evaluation ends at noon"
     assert at_checkpoint(job) == ()
-    _, decision = step(job, LeaveDue("n2"), at(7200))
+    _, decision = step(job, DrainDue("n2"), at(7200))
     assert decision == Relaunch(2, "carol wants n2: swap its PSU", without=("n2",))
 
 
@@ -148,18 +157,18 @@ def test_who_asks_again_for_the_same_reason_asks_nothing_new_and_another_does() 
     assert step(job, PSU)[0] == job
     later, _ = step(job, replace(PSU, until=at(9000)))
     assert later.leaving == (replace(job.leaving[0], until=at(9000)),), "the no stands, until then"
-    other, _ = step(job, replace(PSU, by="dave", because="it smells"))
+    other, _ = step(job, replace(PSU, by="dave", reason="it smells"))
     assert other.leaving == (Leaving("n2", "it smells", "dave", at(7200)),)
 
 
 def test_a_node_that_nobody_wants_any_more_is_kept() -> None:
     before = asked()
-    job, decision = step(before, LeaveWithdrawn("n2", "it is in service again"))
+    job, decision = step(before, DrainCancelled("n2", "it is in service again"))
     assert isinstance(decision, Ignore) and job.leaving == ()
     assert job.notices[-1] == "nobody wants n2 any more: it is in service again"
-    assert step(job, LeaveWithdrawn("n2", "it is in service again"))[0] == job
-    assert step(before, LeaveWithdrawn("n2", ""))[0].notices[-1] == "nobody wants n2 any more"
-    for event in (LeaveDue("n2"), saved(job)):
+    assert step(job, DrainCancelled("n2", "it is in service again"))[0] == job
+    assert step(before, DrainCancelled("n2", ""))[0].notices[-1] == "nobody wants n2 any more"
+    for event in (DrainDue("n2"), saved(job)):
         assert isinstance(step(job, event, at(7200))[1], Ignore)
 
 
@@ -174,7 +183,7 @@ def test_what_comes_next_says_who_wants_what_until_when_and_what_may_be_said() -
     assert what_next(job) == f"{job.next.what}; {pending(job)[0]}"
     denied, _ = step(job, NO, at(10))
     assert pending(denied) == (f"{wants}; alice said no: evaluation ends at noon; it leaves then ({at_once})",)
-    nameless, _ = step(running(), LeaveAsked("n2", "", "", at(7200)))
+    nameless, _ = step(running(), DrainRequested("n2", "", "", at(7200)))
     assert pending(nameless)[0].startswith(f"a person wants n2 by {UNTIL}; it leaves at")
     assert what_next(running()) == running().next.what
 
@@ -197,7 +206,7 @@ def test_a_fault_meanwhile_is_decided_as_ever_and_its_launch_leaves_the_node_too
     job, decision = step(job, fault(job, exited(1, "n1", code=1, error=error())), at(30))
     assert isinstance(decision, Relaunch) and job.incident is not None
     assert left_out(job, at(30)) == ("n2",)
-    walk(job, (this(LeaveDue("n2")), "LAUNCH without n2"), now=T0)
+    walk(job, (this(DrainDue("n2")), "LAUNCH without n2"), now=T0)
 
 
 @given(
@@ -212,7 +221,7 @@ def test_leaving_spends_nothing_and_accuses_nobody_whatever_else_happens(moves: 
             Move(kind, number, timedelta(seconds=choice.among((0, 1, 600)))).do(run)
             continue
         node = choice.among([slot.node for slot in run.job.slots] or ["n1"])
-        wanted = (replace(PSU, node=node, until=run.now + timedelta(hours=1)), LeaveWithdrawn(node, ""), LeaveDue(node))
+        wanted = (replace(PSU, node=node, until=run.now + timedelta(hours=1)), DrainCancelled(node, ""), DrainDue(node))
         said = (replace(NO, node=node), replace(NOW, node=node))
         before = run.job
         turn = run.take(choice.among((*wanted[:1], CheckpointSaved(before.generation, 9, run.now), *said, *wanted[1:])))

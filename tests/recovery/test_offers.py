@@ -13,7 +13,7 @@ from relaunch.pool.messages import Claim, Place
 from relaunch.pool.offers import OFFER_AGAIN, OFFER_HOLDS
 from relaunch.pool.orders import Look, TellOffer
 from relaunch.pool.scheduler import settle
-from relaunch.pool.state import Living
+from relaunch.pool.state import LiveGeneration
 from relaunch.spec.fleet import FleetNode
 from tests.recovery.fleet_builders import T0, Desk, nodes, suspect
 
@@ -60,7 +60,7 @@ def test_s3_3_all_of_its_fewest_or_none() -> None:
     desk.claim("a", 3)
     desk.claim("b", 2, most=4)
     assert desk.granted() == {}
-    assert desk.grants("waiting")["b"].because == "1 of 2 nodes: job a holds 3"
+    assert desk.grants("waiting")["b"].reason == "1 of 2 nodes: job a holds 3"
 
 
 def test_a_job_that_wants_more_than_there_are_begins_with_what_there_is() -> None:
@@ -266,7 +266,7 @@ def test_s3_3_a_node_that_is_back_is_offered() -> None:
 
 def test_ranks_of_its_own_that_are_left_somewhere_are_no_hindrance() -> None:
     desk = short(*nodes("n1", "n2", "n3"))
-    desk.living["n3"] = (Living("a", 1, 1),)
+    desk.living["n3"] = (LiveGeneration("a", 1, 1),)
     desk.wait(seconds=61)
     assert offers(desk) == {"a": ["n3"]}
 
@@ -276,8 +276,8 @@ def test_nobody_else_is_given_what_is_offered_and_is_told_so_until_it_is_over() 
     desk.wait(seconds=61)
     desk.claim("b", 1)
     assert desk.granted() == {}
-    because = desk.grants("waiting")["b"].because
-    assert because == "0 of 1 nodes: job a holds 2; n3 is offered to job a, n4 is offered to job a"
+    reason = desk.grants("waiting")["b"].reason
+    assert reason == "0 of 1 nodes: job a holds 2; n3 is offered to job a, n4 is offered to job a"
     assert desk.wakes_in() <= OFFER_HOLDS.total_seconds()
     desk.now = desk.state.offers[0].until
     desk.go()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relaunch.job.apply import absorb, resubmit
+from relaunch.job.apply import apply_event, resubmit
 from relaunch.job.decide import decide
 from relaunch.job.events import (
     DeadlinePassed,
@@ -166,7 +166,7 @@ def test_places_are_kept_once_and_for_nodes_where_ranks_may_live() -> None:
 def running(nodes: int = 2) -> JobState:
     names = [f"n{number}" for number in range(1, nodes + 1)]
     job = replace(new_job(nodes=nodes), generation=3, phase=Phase.LAUNCHING)
-    job = absorb(job, NodesAcquired(tuple(Slot(name, name) for name in names)), T0)
+    job = apply_event(job, NodesAcquired(tuple(Slot(name, name) for name in names)), T0)
     job, _ = play(job, Launched(3, T0, T0, dict.fromkeys(names, STARTED.text)))
     return job
 
@@ -174,15 +174,15 @@ def running(nodes: int = 2) -> JobState:
 def test_a_launch_is_remembered_until_its_nodes_are_proven_clean() -> None:
     job = running()
     assert job.places == (started(3, n1=STARTED, n2=STARTED),)
-    assert absorb(job, RanksStopped(3, ("n1",), T0), T0).places == (started(3, n2=STARTED),)
-    assert absorb(job, NodeDeclaredDead("n2", "", "ada"), T0).places == (started(3, n1=STARTED),)
-    assert absorb(job, RanksSucceeded(3), T0).places == ()
+    assert apply_event(job, RanksStopped(3, ("n1",), T0), T0).places == (started(3, n2=STARTED),)
+    assert apply_event(job, NodeDeclaredDead("n2", "", "ada"), T0).places == (started(3, n1=STARTED),)
+    assert apply_event(job, RanksSucceeded(3), T0).places == ()
 
 
 def test_a_launch_that_completes_takes_the_place_of_all_before_it() -> None:
     job = replace(running(), generation=4)
-    assert absorb(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (started(4, n1=ELSEWHERE),)
-    stale = absorb(job, Launched(3, T0, T0, {"n1": STARTED.text}), T0)
+    assert apply_event(job, Launched(4, T0, T0, {"n1": ELSEWHERE.text}), T0).places == (started(4, n1=ELSEWHERE),)
+    stale = apply_event(job, Launched(3, T0, T0, {"n1": STARTED.text}), T0)
     assert stale.places == job.places, "what is told of a generation that was given up adds to what is known"
 
 
@@ -195,13 +195,13 @@ def test_a_launch_that_fails_half_way_is_remembered_beside_those_before_it(faile
         if failed
         else LaunchRefused(4, (NodeRefusal("n1", "cannot_start", "x"),), places=told)
     )
-    assert absorb(job, event, T0).places == (started(3, n2=STARTED), started(4, n1=STARTED, n2=ELSEWHERE))
+    assert apply_event(job, event, T0).places == (started(3, n2=STARTED), started(4, n1=STARTED, n2=ELSEWHERE))
 
 
 def test_a_launch_that_was_given_up_half_way_is_remembered() -> None:
     job = replace(running(), generation=4)
     half = StartedPlaces(job.submission, 4, {"n2": ELSEWHERE.text, "n3": STARTED.text})
-    found = absorb(job, RanksFound(("n2", "n3"), places=(half,)), T0)
+    found = apply_event(job, RanksFound(("n2", "n3"), places=(half,)), T0)
     assert found.places == (started(3, n1=STARTED, n2=STARTED), half)
 
 
@@ -215,14 +215,14 @@ def test_a_node_that_answers_from_elsewhere_is_lost_and_the_page_says_why() -> N
     said = "n1 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
     job, decision = play(running(1), NodeUnreachable(3, "n1", timedelta(minutes=3), said, is_elsewhere=True))
     assert isinstance(decision, Wait)
-    assert (decision.phase, decision.because) == (Phase.NODE_LOST, f"{said}; nothing is stopped")
-    assert job.incident is not None and job.incident.because == said
+    assert (decision.phase, decision.reason) == (Phase.NODE_LOST, f"{said}; nothing is stopped")
+    assert job.incident is not None and job.incident.reason == said
     job, decision = play(job, DeadlinePassed())
     assert isinstance(decision, Ask)
-    assert decision.because == said
+    assert decision.reason == said
     decision = decide(replace(job, phase=Phase.WAITING_FOR_PERSON), DeadlinePassed(), T0)
     assert isinstance(decision, Ask)
-    assert decision.because == f"{said}, and nobody has said what to do"
+    assert decision.reason == f"{said}, and nobody has said what to do"
 
 
 def test_many_lost_nodes_are_told_apart_in_few_words() -> None:
@@ -232,13 +232,13 @@ def test_many_lost_nodes_are_told_apart_in_few_words() -> None:
         job, _ = play(job, event)
     _, decision = play(job, DeadlinePassed())
     assert isinstance(decision, Ask)
-    assert decision.because == "n1, n2 did not answer for 1h; n3 is elsewhere; n4 is elsewhere; and 2 more answer from elsewhere"
+    assert decision.reason == "n1, n2 did not answer for 1h; n3 is elsewhere; n4 is elsewhere; and 2 more answer from elsewhere"
 
 
 def test_a_node_that_was_prepared_elsewhere_is_lost_with_the_ranks_that_may_live_where_it_was() -> None:
     job = replace(running(), generation=4, phase=Phase.LAUNCHING)
     said = "n2 answers, but from another machine than the one generation 3 was started on (machine b, was a)"
     job, decision = play(job, LaunchFailed(4, ("n2",), False, timedelta(0), said, elsewhere=("n2",)))
-    assert [(lost.node, lost.because, lost.is_elsewhere) for lost in job.lost] == [("n2", said, True)]
-    assert said in decision.because
+    assert [(lost.node, lost.reason, lost.is_elsewhere) for lost in job.lost] == [("n2", said, True)]
+    assert said in decision.reason
     assert job.places == (started(3, n1=STARTED, n2=STARTED),)

@@ -15,7 +15,7 @@ from relaunch.converter import shared_converter
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import Observation
-from relaunch.job.apply import absorb, evolve
+from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.decide import decide
 from relaunch.job.events import (
     DeadlinePassed,
@@ -53,7 +53,7 @@ def test_every_event_in_every_state_has_one_decision_with_a_reason(
 ) -> None:
     run = walk(policy, stream, others, nodes)
     for turn in run.turns:
-        assert turn.decision.because, turn
+        assert turn.decision.reason, turn
         assert turn.decision.kind == type(turn.decision).__name__
         assert not isinstance(turn.decision, Ignore) or turn.after is turn.absorbed
 
@@ -160,7 +160,7 @@ def test_an_event_of_another_generation_changes_nothing(policy: Policy, stream: 
         event = run.wild(Choice(numbers[index % len(numbers)] + index))
         if hasattr(event, "generation"):
             event = replace(cast(Any, event), generation=run.job.generation + away)
-            assert absorb(run.job, event, run.now) is run.job
+            assert apply_event(run.job, event, run.now) is run.job
             assert isinstance(decide(run.job, event, run.now), Ignore)
 
 
@@ -169,7 +169,7 @@ def test_an_event_of_another_generation_changes_nothing(policy: Policy, stream: 
 def test_the_deadline_of_an_earlier_wait_changes_nothing(policy: Policy, stream: list[Move]) -> None:
     for turn in walk(policy, stream).turns:
         late = DeadlinePassed(due=turn.now - timedelta(days=1))
-        assert absorb(turn.after, late, turn.now) is turn.after
+        assert apply_event(turn.after, late, turn.now) is turn.after
         assert isinstance(decide(turn.after, late, turn.now), Ignore), f"{turn.after.phase} until {turn.after.next.at}"
 
 
@@ -183,16 +183,16 @@ REPEATABLE = (
 def test_what_is_told_twice_counts_once(policy: Policy, stream: list[Move]) -> None:
     for turn in walk(policy, stream).turns:
         if isinstance(turn.event, REPEATABLE) and not isinstance(turn.decision, Ignore):
-            told_again = absorb(turn.after, turn.event, turn.now)
+            told_again = apply_event(turn.after, turn.event, turn.now)
             decision = decide(told_again, turn.event, turn.now)
-            assert essence(evolve(told_again, decision, turn.now)) == essence(turn.after), (
+            assert essence(apply_decision(told_again, decision, turn.now)) == essence(turn.after), (
                 f"{turn.event.kind}: {turn.decision}, then {decision}"
             )
 
 
 def essence(job: JobState) -> JobState:
     """All but the words: an incident may list a wait twice."""
-    return replace(job, because="", next=replace(job.next, what=""), incident=None, notices=())
+    return replace(job, reason="", next=replace(job.next, what=""), incident=None, notices=())
 
 
 # --- every run comes to rest

@@ -63,7 +63,7 @@ def repair(strategy: Strategy = Strategy.REBOOT_NODE, *, gpus: tuple[str, ...] =
         node="n2",
         strategy=strategy,
         gpus=gpus,
-        because="Xid 79 on GPU 0000:05:00",
+        reason="Xid 79 on GPU 0000:05:00",
         by="job llama",
         rules=rules(**changes),
         now=at(0),
@@ -87,13 +87,13 @@ def then(state: RepairState, *facts: Fact, seconds: float = 0) -> Step:
 
 def end(step: Step) -> tuple[str, Verdict, str]:
     assert isinstance(step, Finish), step
-    return step.outcome, step.verdict, step.because
+    return step.outcome, step.verdict, step.reason
 
 
 def refusal(step: Step) -> str:
-    outcome, verdict, because = end(step)
+    outcome, verdict, reason = end(step)
     assert (outcome, verdict) == ("refused", Verdict.UNKNOWN)
-    return because
+    return reason
 
 
 # --- before the order
@@ -130,18 +130,18 @@ def test_a_node_that_does_not_answer_is_looked_at_again_until_the_deadline() -> 
     state = told(repair(), NoAnswer("connection timed out"))
     assert next_step(state, at(0)) == LookAgain(timedelta(seconds=5), "n2 does not answer: connection timed out")
     assert isinstance(then(state, Slept()), Probe)
-    outcome, verdict, because = end(next_step(state, state.deadline))
-    assert (outcome, verdict, because) == ("ambiguous", Verdict.UNKNOWN, "n2 did not answer: connection timed out")
+    outcome, verdict, reason = end(next_step(state, state.deadline))
+    assert (outcome, verdict, reason) == ("ambiguous", Verdict.UNKNOWN, "n2 did not answer: connection timed out")
     assert end(next_step(repair(), at(1500)))[2] == "n2 did not answer: it was not asked"
 
 
 def test_an_answer_without_a_boot_id_is_none() -> None:
     step = then(repair(), Probed(probe(boot_id=None)))
-    assert isinstance(step, LookAgain) and step.because.startswith("n2 does not answer: its answer cannot be read: boot id")
+    assert isinstance(step, LookAgain) and step.reason.startswith("n2 does not answer: its answer cannot be read: boot id")
 
 
 @pytest.mark.parametrize(
-    ("changes", "because"),
+    ("changes", "reason"),
     [
         ({"jobs": [{"job": "llama", "generation": 3}]}, "n2 is in use: job llama generation 3"),
         ({"gpus": nvml(gpu(0, processes=[{"pid": 4242}]))}, "n2 is in use: pid 4242 uses GPU 0000:05:00"),
@@ -150,8 +150,8 @@ def test_an_answer_without_a_boot_id_is_none() -> None:
     ],
 )
 @pytest.mark.parametrize("strategy", [Strategy.RESET_GPU, Strategy.REBOOT_NODE])
-def test_a_node_in_use_is_left_alone(strategy: Strategy, changes: dict[str, Any], because: str) -> None:
-    assert refusal(then(repair(strategy), Probed(probe(**changes)))) == because
+def test_a_node_in_use_is_left_alone(strategy: Strategy, changes: dict[str, Any], reason: str) -> None:
+    assert refusal(then(repair(strategy), Probed(probe(**changes)))) == reason
 
 
 @pytest.mark.parametrize("action", [2, 5, 7])
@@ -171,13 +171,13 @@ def test_a_node_is_rebooted_only_so_often() -> None:
 
 
 def test_a_journal_that_cannot_be_read_is_no_leave_to_reboot() -> None:
-    because = "how often n2 was rebooted is not known: its journal of reboots: the node's answer makes no sense there"
-    assert refusal(then(repair(), Probed(probe(reboots=[{"at": "?"}])))) == because
+    reason = "how often n2 was rebooted is not known: its journal of reboots: the node's answer makes no sense there"
+    assert refusal(then(repair(), Probed(probe(reboots=[{"at": "?"}])))) == reason
 
 
 @pytest.mark.parametrize("wall", [0.0, 4e9, "?"])
 def test_a_clock_that_is_wrong_forgets_no_reboot(wall: Any) -> None:
-    recent = [{"at": at(-600).timestamp(), "id": "r", "because": "", "boot_id": "b"}] * 2
+    recent = [{"at": at(-600).timestamp(), "id": "r", "reason": "", "boot_id": "b"}] * 2
     assert "rebooted 2 times" in refusal(then(repair(), Probed(probe(wall=wall, reboots=recent))))
 
 
@@ -187,14 +187,14 @@ def test_who_only_observes_is_told_what_would_have_been_done() -> None:
 
 
 def test_what_the_fleet_does_not_permit_is_refused_in_its_words() -> None:
-    because = "fleet gpus does not let it reboot n2: the breaker of fleet gpus is open"
-    assert refusal(then(repair(), SAME, Permitted(False, "the breaker of fleet gpus is open"))) == because
+    reason = "fleet gpus does not let it reboot n2: the breaker of fleet gpus is open"
+    assert refusal(then(repair(), SAME, Permitted(False, "the breaker of fleet gpus is open"))) == reason
     assert refusal(then(reset(), SAME, Permitted(False, ""))) == "fleet gpus does not let it reset GPU 0000:05:00 of n2: no reason given"
 
 
 def test_a_node_is_looked_at_again_where_the_fleet_took_its_time() -> None:
     state = told(repair(mode="ask", approved_by="ada"), SAME, Permitted(True, "1 of 2 repairs"))
-    assert isinstance(next_step(state, at(0)), Probe) and state.log[-1].because == "fleet gpus lets it reboot n2: 1 of 2 repairs"
+    assert isinstance(next_step(state, at(0)), Probe) and state.log[-1].reason == "fleet gpus lets it reboot n2: 1 of 2 repairs"
     assert isinstance(then(state, SAME), Reboot)
     assert "in use: job llama" in refusal(then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}]))))
     assert isinstance(then(state, BOOTED), Diagnose), "it has rebooted meanwhile"
@@ -261,10 +261,10 @@ def test_a_person_may_say_no() -> None:
 
 def test_nobody_answers() -> None:
     asked = told(repair(mode="ask"), SAME)
-    because = "nobody said until 03:10 UTC whether to reboot n2"
-    assert refusal(next_step(asked, at(600))) == because
-    assert refusal(then(asked, DeadlinePassed(), seconds=600)) == because
-    assert refusal(then(asked, Answered(True, "ada", ""), seconds=601)) == because
+    reason = "nobody said until 03:10 UTC whether to reboot n2"
+    assert refusal(next_step(asked, at(600))) == reason
+    assert refusal(then(asked, DeadlinePassed(), seconds=600)) == reason
+    assert refusal(then(asked, Answered(True, "ada", ""), seconds=601)) == reason
 
 
 def test_a_person_has_no_longer_than_the_repair() -> None:
@@ -296,15 +296,13 @@ def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
     state = told(state, SAME, seconds=40)
     step = next_step(state, at(40))
     assert isinstance(step, Diagnose) and (step.level, step.within) == (1, timedelta(minutes=3))
-    outcome, verdict, because = end(then(state, PASSED, seconds=50))
+    outcome, verdict, reason = end(then(state, PASSED, seconds=50))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY)
-    assert because == (
-        "n2 was given a reset of GPU 0000:05:00 and is healthy: 8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found"
-    )
+    assert reason == ("n2 was given a reset of GPU 0000:05:00 and is healthy: 8 GPUs by NVML, disk, memory, dcgmi diag -r 1: nothing found")
 
 
 @pytest.mark.parametrize(
-    ("answer", "because"),
+    ("answer", "reason"),
     [
         ({"outcome": "done", "missing": "nvidia-smi is not on its PATH"}, "n2 cannot reset GPUs: nvidia-smi is not on its PATH"),
         ({"outcome": "done", "missing": 1}, "n2 cannot reset GPUs: a tool is missing"),
@@ -316,8 +314,8 @@ def test_a_reset_is_done_only_when_the_gpus_are_healthy_after_it() -> None:
         ({"outcome": "done", "exit_code": False}, "nvidia-smi --gpu-reset on n2 did not finish: it printed nothing"),
     ],
 )
-def test_a_reset_that_failed_is_refused_in_the_words_of_its_tool(answer: dict[str, Any], because: str) -> None:
-    assert refusal(then(reset(), SAME, OrderDone(answer))) == because
+def test_a_reset_that_failed_is_refused_in_the_words_of_its_tool(answer: dict[str, Any], reason: str) -> None:
+    assert refusal(then(reset(), SAME, OrderDone(answer))) == reason
 
 
 @pytest.mark.parametrize("lost", [NoAnswer("the worker died"), OrderDone({"outcome": "?"}), OrderRefused("boot_changed", "")])
@@ -327,9 +325,9 @@ def test_a_reset_without_an_answer_is_looked_at_and_ordered_once_more(lost: Fact
     state = told(state, SAME)
     assert isinstance(next_step(state, at(0)), ResetGpus)
     assert isinstance(then(state, RESET_OK), Probe)
-    outcome, _, because = end(then(state, lost, Slept(), SAME))
+    outcome, _, reason = end(then(state, lost, Slept(), SAME))
     assert outcome == "ambiguous"
-    assert because == "2 orders to reset GPU 0000:05:00 of n2 got no answer, and nobody knows whether it happened"
+    assert reason == "2 orders to reset GPU 0000:05:00 of n2 got no answer, and nobody knows whether it happened"
 
 
 def test_a_reset_is_not_ordered_again_while_the_first_is_at_work_or_the_node_is_in_use() -> None:
@@ -347,14 +345,14 @@ def test_a_node_that_rebooted_instead_of_the_reset_is_examined() -> None:
 
 
 def test_a_node_may_refuse() -> None:
-    because = "n2 refused to reset GPU 0000:05:00 (busy): job llama runs here"
-    assert refusal(then(reset(), SAME, OrderRefused("busy", "job llama runs here"))) == because
+    reason = "n2 refused to reset GPU 0000:05:00 (busy): job llama runs here"
+    assert refusal(then(reset(), SAME, OrderRefused("busy", "job llama runs here"))) == reason
     assert refusal(then(repair(), SAME, OrderRefused("cannot_reboot", ""))) == "n2 refused to reboot (cannot_reboot): no reason given"
 
 
 def test_whether_a_reset_happened_is_not_known_at_the_deadline() -> None:
-    outcome, _, because = end(next_step(told(reset(), SAME, NoAnswer("gone")), at(1500)))
-    assert (outcome, because) == ("ambiguous", "whether the order to reset GPU 0000:05:00 of n2 was carried out is not known: gone")
+    outcome, _, reason = end(next_step(told(reset(), SAME, NoAnswer("gone")), at(1500)))
+    assert (outcome, reason) == ("ambiguous", "whether the order to reset GPU 0000:05:00 of n2 was carried out is not known: gone")
 
 
 # --- a reboot
@@ -368,30 +366,30 @@ def test_a_reboot_is_proven_by_the_boot_id_and_done_only_when_the_node_is_health
     assert isinstance(step, Probe) and step.kernel_since == timedelta(seconds=200)
     state = told(state, BOOTED, seconds=300)
     assert isinstance(next_step(state, at(300)), Diagnose)
-    outcome, verdict, because = end(then(state, PASSED_AFTER_BOOT, seconds=320))
-    assert (outcome, verdict) == ("done", Verdict.HEALTHY) and because.startswith("n2 was rebooted and is healthy: ")
+    outcome, verdict, reason = end(then(state, PASSED_AFTER_BOOT, seconds=320))
+    assert (outcome, verdict) == ("done", Verdict.HEALTHY) and reason.startswith("n2 was rebooted and is healthy: ")
 
 
 def test_a_reboot_that_changed_nothing_is_refused_with_what_was_found() -> None:
-    broken = Probed(probe(boot_id="boot-2", disks=[disk(writable=False, because="read-only")]))
-    outcome, verdict, because = end(then(repair(), SAME, REBOOT_OK, broken))
+    broken = Probed(probe(boot_id="boot-2", disks=[disk(writable=False, reason="read-only")]))
+    outcome, verdict, reason = end(then(repair(), SAME, REBOOT_OK, broken))
     assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY)
-    assert because == "n2 was rebooted and is still unhealthy: /var/tmp/relaunch cannot be written to: read-only"
-    outcome, verdict, because = end(then(repair(level=2), SAME, REBOOT_OK, BOOTED, Diagnosed(diag(FAULTY, 205, boot_id="boot-2"))))
-    assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY) and "dcgmi diag -r 2: GPU 6: " in because
+    assert reason == "n2 was rebooted and is still unhealthy: /var/tmp/relaunch cannot be written to: read-only"
+    outcome, verdict, reason = end(then(repair(level=2), SAME, REBOOT_OK, BOOTED, Diagnosed(diag(FAULTY, 205, boot_id="boot-2"))))
+    assert (outcome, verdict) == ("refused", Verdict.UNHEALTHY) and "dcgmi diag -r 2: GPU 6: " in reason
 
 
 def test_a_node_whose_examination_says_nothing_is_not_given_back() -> None:
     state = told(repair(), SAME, REBOOT_OK, BOOTED)
-    for fact in (Diagnosed({"refused": "busy", "because": "pid 7 uses it"}), OrderRefused("busy", "pid 7 uses it")):
-        because = refusal(then(state, fact, seconds=200))
-        assert because == "n2 was rebooted, but whether it helped is not known: dcgmi diag was refused (busy): pid 7 uses it"
+    for fact in (Diagnosed({"refused": "busy", "reason": "pid 7 uses it"}), OrderRefused("busy", "pid 7 uses it")):
+        reason = refusal(then(state, fact, seconds=200))
+        assert reason == "n2 was rebooted, but whether it helped is not known: dcgmi diag was refused (busy): pid 7 uses it"
 
 
 def test_a_node_that_refuses_to_examine_right_after_its_boot_is_asked_again() -> None:
     state = told(repair(), SAME, REBOOT_OK, BOOTED, Diagnosed(diag("", 3, boot_id="boot-2")), seconds=60)
     step = next_step(state, at(60))
-    assert isinstance(step, LookAgain) and step.after == timedelta(seconds=10) and step.because.startswith("n2 has just booted: dcgmi")
+    assert isinstance(step, LookAgain) and step.after == timedelta(seconds=10) and step.reason.startswith("n2 has just booted: dcgmi")
     assert end(then(state, Slept(), BOOTED, PASSED_AFTER_BOOT, seconds=70))[0] == "done"
 
 
@@ -446,8 +444,8 @@ def test_a_refusal_that_claims_a_reboot_is_no_proof() -> None:
 
 
 def test_a_reboot_that_nobody_saw_end_is_ambiguous() -> None:
-    outcome, _, because = end(next_step(told(repair(), SAME, REBOOT_OK, NoAnswer("no route")), at(1500)))
-    assert (outcome, because) == ("ambiguous", "whether the order to reboot n2 was carried out is not known: no route")
+    outcome, _, reason = end(next_step(told(repair(), SAME, REBOOT_OK, NoAnswer("no route")), at(1500)))
+    assert (outcome, reason) == ("ambiguous", "whether the order to reboot n2 was carried out is not known: no route")
     assert end(then(told(repair(), SAME, REBOOT_OK), DeadlinePassed(), seconds=1500))[0] == "ambiguous"
 
 
@@ -459,8 +457,8 @@ def test_a_node_that_tells_an_ended_boot_again_has_proven_nothing() -> None:
 
 def test_a_node_that_reboots_while_it_is_examined_is_not_given_back() -> None:
     state = told(repair(), SAME, REBOOT_OK, BOOTED, NoAnswer("connection reset"), Slept(), seconds=300)
-    because = refusal(then(state, Probed(probe(boot_id="boot-3")), seconds=400))
-    assert because == "n2 was rebooted, but whether it helped is not known: it rebooted while it was examined"
+    reason = refusal(then(state, Probed(probe(boot_id="boot-3")), seconds=400))
+    assert reason == "n2 was rebooted, but whether it helped is not known: it rebooted while it was examined"
 
 
 def test_a_diagnosis_without_an_answer_is_tried_twice() -> None:
@@ -469,8 +467,8 @@ def test_a_diagnosis_without_an_answer_is_tried_twice() -> None:
     assert isinstance(then(state, Slept()), Probe)
     state = told(state, Slept(), BOOTED)
     assert isinstance(next_step(state, at(0)), Diagnose)
-    because = refusal(then(state, NoAnswer("gone")))
-    assert because == "n2 was rebooted, but whether it helped is not known: dcgmi diag on n2 got no answer: gone"
+    reason = refusal(then(state, NoAnswer("gone")))
+    assert reason == "n2 was rebooted, but whether it helped is not known: dcgmi diag on n2 got no answer: gone"
 
 
 def test_an_examination_that_is_not_over_at_the_deadline() -> None:
@@ -506,8 +504,8 @@ def test_a_cancel_while_the_order_is_on_its_way_waits_for_the_proof() -> None:
 def test_after_a_cancel_nothing_is_ordered_again() -> None:
     state = told(repair(), SAME, NoAnswer("x"), CancelAsked("enough"), Slept())
     assert refusal(then(state, SAME, seconds=60)) == "cancelled: enough; the order to reboot n2 never arrived"
-    outcome, _, because = end(then(told(reset(), SAME, NoAnswer("x"), CancelAsked("enough"), Slept()), SAME))
-    assert outcome == "ambiguous" and because.startswith("cancelled: enough; 1 order to reset GPU 0000:05:00 of n2 got no answer")
+    outcome, _, reason = end(then(told(reset(), SAME, NoAnswer("x"), CancelAsked("enough"), Slept()), SAME))
+    assert outcome == "ambiguous" and reason.startswith("cancelled: enough; 1 order to reset GPU 0000:05:00 of n2 got no answer")
 
 
 def test_a_cancel_stops_a_second_order_that_was_not_given_yet() -> None:
@@ -532,7 +530,7 @@ def test_a_long_repair_keeps_its_first_and_its_newest_records() -> None:
     for number in range(200):
         state = told(state, NoAnswer(f"number {number}"), seconds=number)
     assert len(state.log) == 60
-    assert (state.log[0].because, state.log[-1].because) == ("n2 does not answer: first", "n2 does not answer: number 199")
+    assert (state.log[0].reason, state.log[-1].reason) == ("n2 does not answer: first", "n2 does not answer: number 199")
 
 
 def test_a_node_that_says_the_same_for_an_hour_is_written_down_once() -> None:
@@ -547,7 +545,7 @@ async def test_the_largest_state_is_small_and_goes_through_temporal() -> None:
         gpu(index, ecc="?", remapped={"failed": True}, processes=[{"pid": 9}] * 99, recovery_action=1, throttle=0xFF) for index in range(64)
     ]
     lines = [f"[ 1.{number}] NVRM: Xid (PCI:0000:06:00): 79, pid=1, name={'x' * 900}{number}, gone" for number in range(200)]
-    reboots = [{"at": number, "id": "i" * 999, "because": "b" * 9999, "boot_id": "c" * 128} for number in range(50)]
+    reboots = [{"at": number, "id": "i" * 999, "reason": "b" * 9999, "boot_id": "c" * 128} for number in range(50)]
     facts = probe(gpus=nvml(*rows), kernel={"lines": lines}, reboots=reboots, held={"by": "x" * 999, "id": "y" * 999})
     state = told(repair(mode="ask", gpus=tuple(map(bus, range(64)))), *(NoAnswer(f"{number}" + "z" * 900) for number in range(99)))
     state = told(state, Probed(facts))

@@ -52,7 +52,7 @@ def repair(*, power: bool = False, boot_id: str = "", approved_by: str = "", min
         node="n2",
         strategy=Strategy.REBOOT_NODE,
         gpus=(),
-        because="Xid 79",
+        reason="Xid 79",
         by="ada",
         rules=rules(**{"power": True, **changes}),
         now=at(0),
@@ -81,9 +81,9 @@ def test_it_follows_a_reboot_that_the_node_cannot_carry_out() -> None:
     state = told(repair(approved_by="bo"), SAME)
     assert isinstance(next_step(state, at(1)), Reboot)
     state = told(state, NO_REBOOT, seconds=1)
-    assert state.log[-1].because == "n2 refused to reboot (cannot_reboot): sudo: a password is required; its power is cycled instead"
+    assert state.log[-1].reason == "n2 refused to reboot (cannot_reboot): sudo: a password is required; its power is cycled instead"
     assert isinstance(next_step(state, at(1)), Probe), "it is looked at anew"
-    assert then(state, SAME, seconds=2) == replace(ORDER, because="Xid 79 (approved by bo)")
+    assert then(state, SAME, seconds=2) == replace(ORDER, reason="Xid 79 (approved by bo)")
 
 
 def test_without_a_command_for_it_a_node_that_cannot_reboot_is_refused_as_ever() -> None:
@@ -128,7 +128,7 @@ def test_it_follows_a_reboot_that_was_not_proven_in_time() -> None:
 def test_a_node_that_was_told_to_reboot_and_goes_on_has_its_power_cycled() -> None:
     state = told(repair(), SAME, REBOOT_OK)
     state = told(state, SAME, seconds=1500)
-    assert "still runs on boot id boot-1; its power is cycled instead" in state.log[-1].because
+    assert "still runs on boot id boot-1; its power is cycled instead" in state.log[-1].reason
     assert then(state, SAME, seconds=1501) == ORDER
     assert "in use: job llama" in refusal(then(state, Probed(probe(jobs=[{"job": "llama", "generation": 2}])), seconds=1501))
     assert isinstance(then(state, BOOTED, seconds=1501), Diagnose), "it came back after all"
@@ -176,7 +176,7 @@ def test_who_only_observes_and_who_wants_to_be_asked() -> None:
     expected = "repairs: observe; it would have been allowed to power cycle n2: Xid 79"
     assert refusal(then(repair(power=True, mode="observe"), SAME)) == expected
     assert refusal(next_step(silent(repair(power=True, mode="observe"), 0), at(181))) == expected
-    assert then(repair(power=True, mode="ask", approved_by="ada"), SAME) == replace(ORDER, because="Xid 79 (approved by ada)")
+    assert then(repair(power=True, mode="ask", approved_by="ada"), SAME) == replace(ORDER, reason="Xid 79 (approved by ada)")
 
 
 def test_whoever_approved_a_reboot_is_asked_about_the_power() -> None:
@@ -187,12 +187,12 @@ def test_whoever_approved_a_reboot_is_asked_about_the_power() -> None:
     assert isinstance(next_step(asked, at(181)), AskPerson)
     state = told(asked, Answered(True, "bo", ""), seconds=300)
     assert isinstance(next_step(state, at(300)), Probe)
-    assert then(state, GONE, seconds=301) == replace(ORDER, because="Xid 79 (approved by bo)")
+    assert then(state, GONE, seconds=301) == replace(ORDER, reason="Xid 79 (approved by bo)")
 
 
 def test_what_the_fleet_does_not_permit_is_refused() -> None:
-    because = "fleet gpus does not let it power cycle n2: job llama has n2"
-    assert refusal(then(repair(power=True), SAME, Permitted(False, "job llama has n2"))) == because
+    reason = "fleet gpus does not let it power cycle n2: job llama has n2"
+    assert refusal(then(repair(power=True), SAME, Permitted(False, "job llama has n2"))) == reason
     late = told(silent(repair(power=True), 0), Permitted(True, "1 of 2 repairs"), seconds=190)
     assert isinstance(next_step(late, at(190)), Probe)
     assert then(late, GONE, seconds=191) == ORDER
@@ -206,12 +206,12 @@ def test_it_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() ->
     assert next_step(state, at(0)) == LookAgain(timedelta(seconds=5), "the power of n2 was cycled")
     state = told(state, Slept(), GONE, Slept(), BOOTED, seconds=300)
     assert isinstance(next_step(state, at(300)), Diagnose)
-    outcome, verdict, because = end(then(state, PASSED_AFTER_BOOT, seconds=320))
-    assert (outcome, verdict) == ("done", Verdict.HEALTHY) and because.startswith("n2 was power-cycled and is healthy: ")
+    outcome, verdict, reason = end(then(state, PASSED_AFTER_BOOT, seconds=320))
+    assert (outcome, verdict) == ("done", Verdict.HEALTHY) and reason.startswith("n2 was power-cycled and is healthy: ")
 
 
 @pytest.mark.parametrize(
-    ("answer", "because"),
+    ("answer", "reason"),
     [
         (
             {"program": "ipmitool", "exit_code": 1, "output": "x\nno session\n"},
@@ -224,15 +224,15 @@ def test_it_is_proven_by_the_boot_id_and_done_only_when_the_node_is_healthy() ->
         ({}, "how the power command ended, which was to cycle the power of n2, cannot be read"),
     ],
 )
-def test_a_command_that_failed_is_refused_in_a_sentence(answer: dict[str, Any], because: str) -> None:
-    assert refusal(then(repair(power=True), SAME, OrderDone({"outcome": "done", **answer}))) == because
+def test_a_command_that_failed_is_refused_in_a_sentence(answer: dict[str, Any], reason: str) -> None:
+    assert refusal(then(repair(power=True), SAME, OrderDone({"outcome": "done", **answer}))) == reason
 
 
 @pytest.mark.parametrize("lost", [NoAnswer("the worker died"), OrderDone({"outcome": "?"})])
 def test_a_command_of_which_nobody_knows_is_looked_at_until_the_deadline_and_never_given_again(lost: Fact) -> None:
     state = told(repair(power=True), SAME, lost)
     step = next_step(state, at(0))
-    assert isinstance(step, LookAgain) and step.because.startswith("whether the power of n2 was cycled is to be seen: ")
+    assert isinstance(step, LookAgain) and step.reason.startswith("whether the power of n2 was cycled is to be seen: ")
     for seconds in range(0, 1400, 5):
         state = told(state, Slept(), SAME if seconds % 2 else GONE, seconds=seconds)
         assert isinstance(next_step(state, at(seconds)), LookAgain)
@@ -257,7 +257,7 @@ def test_a_boot_that_nobody_had_read_is_proven_to_have_ended_by_an_uptime_that_i
     state = told(state, Slept(), GONE, Slept(), Probed(probe(boot_id="boot-7", stamp=uptime)), seconds=490)
     if proven:
         assert isinstance(next_step(state, at(490)), Diagnose)
-        assert "boot id boot-7, before one that nobody had read" in state.log[-1].because
+        assert "boot id boot-7, before one that nobody had read" in state.log[-1].reason
     else:
         assert next_step(state, at(490)) == LookAgain(timedelta(seconds=5), "n2 still runs on boot id boot-7")
         assert isinstance(then(state, Slept(), Probed(probe(boot_id="boot-8", stamp=9e5)), seconds=500), Diagnose)
@@ -304,7 +304,7 @@ def test_gpus_are_never_reset_by_the_power() -> None:
         node="n2",
         strategy=Strategy.RESET_GPU,
         gpus=(bus(0),),
-        because="x",
+        reason="x",
         by="ada",
         rules=rules(power=True),
         now=at(0),

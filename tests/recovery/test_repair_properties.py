@@ -77,7 +77,7 @@ DIAGNOSED: tuple[dict[str, Any], ...] = (
     {"missing": "no dcgmi"},
     {"stdout": ""},
     {"boot_id": "boot-9"},
-    {"refused": "busy", "because": "pid 7"},
+    {"refused": "busy", "reason": "pid 7"},
 )
 ORDERED: tuple[Fact, ...] = (
     OrderDone({"outcome": "done", "exit_code": 0, "boot_id": "boot-1"}),
@@ -148,7 +148,7 @@ class Story:
             node="n2",
             strategy=self.choice.among((Strategy.RESET_GPU, Strategy.REBOOT_NODE)),
             gpus=self.choice.among(((), (bus(0),), ("0000:06:00", "1"))),
-            because="Xid 79",
+            reason="Xid 79",
             by="job llama",
             rules=RepairRules(
                 mode=self.choice.among(("act", "act", "ask", "ask", "observe")),
@@ -271,7 +271,7 @@ def test_no_repair_does_what_it_must_not(number: int) -> None:
     state = story.state
     assert state.deadline <= T0 + timedelta(minutes=90) and (state.rules.power or state.deadline == T0 + timedelta(minutes=25))
     assert story.now <= state.deadline + timedelta(seconds=90)  # what is under way at the deadline is heard to its end
-    assert end.because and len(end.because) <= 700
+    assert end.reason and len(end.reason) <= 700
     if end.outcome == "done":
         assert end.verdict is Verdict.HEALTHY and story.healthy
         booted_unseen = bool(story.orders) and state.power and not state.boot_id

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relaunch.evidence.findings import Verdict
-from relaunch.job.apply import absorb, evolve
+from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.decide import decide
 from relaunch.job.events import (
     CancelRequested,
@@ -27,7 +27,7 @@ from relaunch.job.events import (
     RetryRequested,
     Submitted,
 )
-from relaunch.job.replay import CURRENT, Replayed, Step, difference, named, rehearse, replay
+from relaunch.job.replay import CURRENT, Replayed, Step, difference, named, replay, simulate
 from relaunch.job.state import Decision, Diagnosis, Examine, ExaminedNode, Ignore, JobState, Phase, Relaunch, Repair, Slot, Stop, Try, Wait
 from relaunch.spec.policy import Policy, Strategy, preset
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, suspected
@@ -44,9 +44,9 @@ def record(job: JobState, *events: tuple[float, Event]) -> list[Step]:
     """What a job of this policy decided."""
     steps = []
     for seconds, event in events:
-        job = absorb(job, event, at(seconds))
+        job = apply_event(job, event, at(seconds))
         decision = decide(job, event, at(seconds))
-        job = evolve(job, decision, at(seconds))
+        job = apply_decision(job, decision, at(seconds))
         steps.append(Step(at(seconds), event, decision))
     return steps
 
@@ -91,7 +91,7 @@ def test_after_another_kind_of_decision_the_replay_goes_on_as_it_really_went_on(
     job = new_job(policy=always)
     replayed = replay(application(FAIL), job, record(job, *three_faults()))
     assert marked(replayed) == [("Stop FAILED", "then Relaunch RESTART_IN_PLACE")] * 3
-    running = [one.decision.because for one in replayed if isinstance(one.decision, Wait) and one.event == "Launched"]
+    running = [one.decision.reason for one in replayed if isinstance(one.decision, Wait) and one.event == "Launched"]
     assert running == [f"generation {g} runs on n1, n2" for g in (1, 2, 3, 4)], "generations stay those of the record"
 
 
@@ -179,7 +179,7 @@ def test_a_repair_that_differs_is_followed_as_it_was_and_one_that_does_not_is_co
 
 
 def rehearsed(rules: Policy, *told: tuple[float, Event]) -> list[tuple[float, str, str]]:
-    replayed = rehearse(rules, new_job(policy=rules), [Step(at(seconds), event) for seconds, event in told])
+    replayed = simulate(rules, new_job(policy=rules), [Step(at(seconds), event) for seconds, event in told])
     return [((one.at - at(0)).total_seconds(), one.event, named(one.decision)) for one in replayed if one.decision.kind != "Ignore"]
 
 
@@ -194,18 +194,18 @@ def test_a_launch_that_nobody_speaks_of_succeeds_and_a_line_may_say_otherwise() 
 
 
 def test_a_submission_that_somebody_wrote_down_is_the_first_event_and_is_not_made_up_again() -> None:
-    found = rehearse(application(RESTART), new_job(), [Step(at(7), Submitted("night run", "grace"))])
+    found = simulate(application(RESTART), new_job(), [Step(at(7), Submitted("night run", "grace"))])
     assert [(one.at, one.event) for one in found] == [(at(7), "Submitted"), (at(7), "NodesAcquired"), (at(7), "Launched")]
-    assert found[0].decision.because == "submitted by grace: night run"
+    assert found[0].decision.reason == "submitted by grace: night run"
 
 
 def test_an_examination_without_an_answer_is_unknown_and_one_with_an_answer_is_what_it_says() -> None:
     rules = application({"strategy": "REPLACE_NODE", "when": "UNHEALTHY", "isolate": True}, FAIL)
     assert rehearsed(rules, (60, boom(CURRENT, 60)))[2:] == [(60, "FaultObserved", "Examine"), (60, "NodesExamined", "Stop FAILED")]
     verdict = NodesExamined(CURRENT, (ExaminedNode("n2", Verdict.UNHEALTHY, "DCGM 52"),))
-    found = rehearse(rules, new_job(policy=rules), [Step(at(60), boom(CURRENT, 60)), Step(at(90), verdict)])
+    found = simulate(rules, new_job(policy=rules), [Step(at(60), boom(CURRENT, 60)), Step(at(90), verdict)])
     assert [named(one.decision) for one in found][-3:] == ["Relaunch REPLACE_NODE", "Ignore", "Wait RUNNING"]
-    assert found[-1].decision.because == "generation 2 runs on n1, n3", "an isolated node does not come back"
+    assert found[-1].decision.reason == "generation 2 runs on n1, n3", "an isolated node does not come back"
 
 
 def test_a_person_who_does_not_answer_in_time_finds_the_job_failed() -> None:
@@ -262,7 +262,7 @@ def test_a_delayed_launch_has_happened_when_the_next_line_speaks_of_its_ranks() 
 def test_what_comes_after_the_end_changes_nothing_in_any_preset() -> None:
     told = [Step(at(60 * n), boom(CURRENT, 60 * n)) for n in range(1, 40)]
     for name in ("default", "torchelastic", "ecs-reboot-once", "gputasker", "modelarts"):
-        found = rehearse(preset(name), new_job(policy=preset(name)), told)
+        found = simulate(preset(name), new_job(policy=preset(name)), told)
         ends = [number for number, one in enumerate(found) if one.decision.kind == "Stop"]
         assert len(ends) == 1, name
         assert all(one.decision.kind == "Ignore" for one in found[ends[0] + 1 :])
@@ -270,5 +270,5 @@ def test_what_comes_after_the_end_changes_nothing_in_any_preset() -> None:
 
 def test_the_same_events_are_decided_the_same_twice() -> None:
     told = [Step(at(60 * n), boom(CURRENT, 60 * n, node=f"n{n % 3 + 1}")) for n in range(1, 12)]
-    once, twice = (rehearse(preset("modelarts"), replace(new_job(), submitted_at=at(0) + timedelta()), told) for _ in range(2))
+    once, twice = (simulate(preset("modelarts"), replace(new_job(), submitted_at=at(0) + timedelta()), told) for _ in range(2))
     assert once == twice

@@ -56,8 +56,8 @@ def job(**spec: Any) -> JobState:
     return running(policy=preset("ecs-reboot-once"), **spec)
 
 
-def vanished(because: str = "the node rebooted") -> FaultObserved:
-    return FaultObserved(1, (RanksVanished("n2", T0, because, rebooted=True),), 0, T0)
+def vanished(reason: str = "the node rebooted") -> FaultObserved:
+    return FaultObserved(1, (RanksVanished("n2", T0, reason, rebooted=True),), 0, T0)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_s1_4_an_examination_has_a_phase_and_a_deadline_and_a_next_step() -> Non
     assert (after.phase, after.next.at) == (Phase.EXAMINING, at(1800))
     assert after.next.what == "n2 examined; without a verdict after 30m it counts as UNKNOWN"
     after = walk(after, (this(DeadlinePassed()), "FAILED 1"), now=at(1800))
-    assert "no answer within 30m" in after.because
+    assert "no answer within 30m" in after.reason
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_s1_6_the_job_is_launched_again_when_the_reboot_is_proven_and_counts_one
     after, decision = step(after, mended("done", "boot id b1 is b2")(after))
     assert isinstance(decision, Relaunch)
     assert (decision.generation, decision.keep_nodes, decision.without) == (2, True, ())
-    assert "boot id b1 is b2" in decision.because
+    assert "boot id b1 is b2" in decision.reason
     assert (relaunched(after).phase, after.restarts_spent) == (Phase.RUNNING, 1)
 
 
@@ -246,9 +246,9 @@ GIVING_UP: list[tuple[str, list[Turn], str]] = [
 def test_s1_7_whoever_gives_up_says_why(turns: list[Turn], words: str) -> None:
     """A notice is sent for each decision to stop, so each path has to end in one, and its words are the notice."""
     after = walk(job(), *turns)
-    assert words in after.because
+    assert words in after.reason
     assert after.incident is not None and after.incident.decisions[-1].decision == "Stop"
-    assert after.incident.decisions[-1].because == after.because
+    assert after.incident.decisions[-1].reason == after.reason
     ended = finish(after, at(9))
     assert (ended.phase, ended.incidents[-1].outcome) == (Phase.FAILED, "the job ended: FAILED")
 

@@ -68,7 +68,7 @@ def test_s3_2_whatever_rank_fails_all_restart_in_place_up_to_max_restarts_and_th
         assert (after.generation, after.restarts_spent, after.avoided) == (spent + 1, spent, ())
     after, decision = step(relaunched(after), failure(after))
     assert told(decision).startswith("FAILED"), decision
-    assert "all 3 restarts are spent" in decision.because
+    assert "all 3 restarts are spent" in decision.reason
 
 
 def test_s3_2_the_count_is_one_for_all_causes_and_survives_progress() -> None:
@@ -135,7 +135,7 @@ def test_s3_6_the_error_with_the_smallest_timestamp_is_the_root_cause_and_comes_
     ]
     after, decision = step(job(), fault(job(), others[0], first, others[1]), at(10))
     assert isinstance(decision, Relaunch)
-    assert "rank 2 on n2 exited with code 1: KeyError: 'lr' (2 more failed)" in decision.because
+    assert "rank 2 on n2 exited with code 1: KeyError: 'lr' (2 more failed)" in decision.reason
     assert after.incident is not None
     assert (after.incident.ranks, after.incident.nodes) == ((2,), ("n2",))
     assert after.incident.traceback == "Traceback (most recent call last):\nKeyError: 'lr'\n"

@@ -171,7 +171,7 @@ def test_s4_4_every_exit_that_is_not_0_counts_and_takes_a_restart() -> None:
 
 def test_s4_4_the_exit_code_of_the_last_failure_is_that_of_the_job() -> None:
     after = walk(job(), R, R, R, (died(42), "FAILED 42"))
-    assert "exited with code 42" in after.because
+    assert "exited with code 42" in after.reason
 
 
 @pytest.mark.parametrize("event", [pytest.param(sick(FATAL), id="a chip that does not heal"), pytest.param(rebooted(), id="a node")])
@@ -188,7 +188,7 @@ def test_s4_5_a_lost_node_is_isolated_and_the_job_scheduled_anew() -> None:
 def test_s4_5_it_ends_with_the_restarts() -> None:
     policy = without_pods(**{RETRIES: "2"})
     after = walk(job(policy), (sick(FATAL), JOB_ISOLATED), (sick(FATAL), JOB_ISOLATED), (sick(FATAL), "FAILED 1"))
-    assert "all 2 restarts are spent" in after.because
+    assert "all 2 restarts are spent" in after.reason
 
 
 @pytest.mark.parametrize("event", [pytest.param(sick(FATAL), id="a chip that does not heal"), pytest.param(rebooted(), id="a node")])

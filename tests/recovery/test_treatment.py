@@ -55,7 +55,7 @@ def after(
     verdict: Verdict = Verdict.UNKNOWN,
     *,
     before: Course | None = None,
-    because: str = "what it came to",
+    reason: str = "what it came to",
     attempts: int = 1,
     proven: bool = True,
     cancelled: str = "",
@@ -70,12 +70,12 @@ def after(
         health=HEALTHY,
         cancelled=cancelled,
     )
-    return treated(course, ended, Finish(outcome, verdict, because), at(20))
+    return treated(course, ended, Finish(outcome, verdict, reason), at(20))
 
 
 def end(step: Treatment) -> tuple[str, Verdict, str]:
     assert isinstance(step, Finish), step
-    return step.outcome, step.verdict, step.because
+    return step.outcome, step.verdict, step.reason
 
 
 # --- the first examination
@@ -86,9 +86,9 @@ def test_a_node_is_examined_before_anything_is_done_to_it() -> None:
 
 
 def test_a_healthy_node_is_left_as_it_is() -> None:
-    outcome, verdict, because = end(then(BEGUN, HEALTHY))
+    outcome, verdict, reason = end(then(BEGUN, HEALTHY))
     assert (outcome, verdict) == ("done", Verdict.HEALTHY)
-    assert because == f"n2 was examined and is healthy; nothing was repaired: {HEALTHY.because}"
+    assert reason == f"n2 was examined and is healthy; nothing was repaired: {HEALTHY.reason}"
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_healthy_node_is_left_as_it_is() -> None:
 )
 def test_gpus_are_reset_where_that_heals_all_that_was_found(found: Health, gpus: tuple[str, ...]) -> None:
     assert found.verdict is Verdict.UNHEALTHY
-    because = f"n2 was examined and is unhealthy: {found.because}"
-    assert then(BEGUN, found) == Treat(Strategy.RESET_GPU, gpus, because)
+    reason = f"n2 was examined and is unhealthy: {found.reason}"
+    assert then(BEGUN, found) == Treat(Strategy.RESET_GPU, gpus, reason)
 
 
 @pytest.mark.parametrize(
@@ -122,20 +122,20 @@ def test_gpus_are_reset_where_that_heals_all_that_was_found(found: Health, gpus:
 )
 def test_an_unhealthy_node_that_no_reset_heals_is_rebooted(found: Health) -> None:
     assert found.verdict is Verdict.UNHEALTHY
-    assert then(BEGUN, found) == Treat(Strategy.REBOOT_NODE, (), f"n2 was examined and is unhealthy: {found.because}")
+    assert then(BEGUN, found) == Treat(Strategy.REBOOT_NODE, (), f"n2 was examined and is unhealthy: {found.reason}")
 
 
-@pytest.mark.parametrize("found", [SILENT, UNREAD, health({"refused": "busy", "because": "pid 7 uses it"})])
+@pytest.mark.parametrize("found", [SILENT, UNREAD, health({"refused": "busy", "reason": "pid 7 uses it"})])
 def test_nothing_is_done_to_a_node_of_which_nobody_knows_how_it_is(found: Health) -> None:
     assert found.verdict is Verdict.UNKNOWN
-    assert then(BEGUN, found) == Examine(timedelta(minutes=1), f"whether n2 is healthy is not known after 1 examination: {found.because}")
+    assert then(BEGUN, found) == Examine(timedelta(minutes=1), f"whether n2 is healthy is not known after 1 examination: {found.reason}")
     assert then(BEGUN, found, found) == Examine(
-        timedelta(minutes=5), f"whether n2 is healthy is not known after 2 examinations: {found.because}"
+        timedelta(minutes=5), f"whether n2 is healthy is not known after 2 examinations: {found.reason}"
     )
     assert isinstance(then(BEGUN, found, found, found), Examine)
-    outcome, verdict, because = end(then(BEGUN, found, found, found, found))
+    outcome, verdict, reason = end(then(BEGUN, found, found, found, found))
     assert (outcome, verdict) == ("refused", Verdict.UNKNOWN)
-    assert because == f"whether n2 is healthy is not known after 4 examinations: {found.because}"
+    assert reason == f"whether n2 is healthy is not known after 4 examinations: {found.reason}"
 
 
 def test_of_a_silent_node_it_is_said_that_it_does_not_answer() -> None:
@@ -176,7 +176,7 @@ def test_what_has_made_the_node_healthy_is_done() -> None:
 
 
 def test_a_node_that_is_unhealthy_after_a_reset_is_rebooted_and_after_a_reboot_left_to_a_person() -> None:
-    course = after(reset(), verdict=Verdict.UNHEALTHY, because="n2 was given a reset of all GPUs and is still unhealthy: x")
+    course = after(reset(), verdict=Verdict.UNHEALTHY, reason="n2 was given a reset of all GPUs and is still unhealthy: x")
     assert next_treatment(course, HOURS) == Treat(Strategy.REBOOT_NODE, (), "n2 was given a reset of all GPUs and is still unhealthy: x")
     course = after(reboot(), verdict=Verdict.UNHEALTHY, before=course)
     assert course.tried == (Strategy.RESET_GPU, Strategy.REBOOT_NODE)
@@ -196,9 +196,9 @@ def test_what_was_not_done_ends_the_course_with_what_is_known_of_the_node(outcom
 def test_a_node_is_examined_again_where_a_treatment_has_left_open_how_it_is(outcome: Outcome, proven: bool) -> None:
     course = after(reset(), outcome, proven=proven)
     assert next_treatment(course, HOURS) == Examine(timedelta(minutes=1), "what it came to")
-    said = f"what it came to; examined again, it is healthy: {HEALTHY.because}"
+    said = f"what it came to; examined again, it is healthy: {HEALTHY.reason}"
     assert then(course, HEALTHY) == Finish("done", Verdict.HEALTHY, said)
-    assert then(course, RESETTABLE) == Treat(Strategy.REBOOT_NODE, (), RESETTABLE.because)
+    assert then(course, RESETTABLE) == Treat(Strategy.REBOOT_NODE, (), RESETTABLE.reason)
     assert then(course, SILENT, SILENT, SILENT) == Finish(
         outcome, Verdict.UNKNOWN, "whether n2 is healthy is not known after 4 examinations: n2 does not answer: no route to host"
     )
@@ -257,8 +257,8 @@ def test_a_cancel_ends_what_has_not_begun_and_nothing_is_done_after_it() -> None
     assert next_treatment(cancelled, HOURS) == Finish("refused", Verdict.UNKNOWN, "cancelled: enough")
     assert end(then(cancelled, HEALTHY))[0] == "done"
     for found in (FATAL, SILENT):
-        outcome, verdict, because = end(then(cancelled, found))
-        assert (outcome, verdict) == ("refused", found.verdict) and because.startswith("cancelled: enough; ")
+        outcome, verdict, reason = end(then(cancelled, found))
+        assert (outcome, verdict) == ("refused", found.verdict) and reason.startswith("cancelled: enough; ")
     for verdict in (Verdict.UNHEALTHY, Verdict.UNKNOWN):
         course = after(reset(), verdict=verdict, cancelled="enough")
         assert next_treatment(course, HOURS) == Finish("refused", verdict, "cancelled: enough; what it came to")

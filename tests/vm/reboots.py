@@ -107,7 +107,7 @@ def test_S1_3_S1_6_a_sick_machine_of_a_gang_is_really_rebooted_once_and_the_job_
 
 def repaired(lab: Lab, machine: Machine, *how: str) -> str:
     """Have it repaired by a person; return the last line of what that says."""
-    status, text = lab.starter("nodes", "repair", machine.name, *how, "--because", "its owner says so", "--fleet", FLEET)
+    status, text = lab.starter("nodes", "repair", machine.name, *how, "--reason", "its owner says so", "--fleet", FLEET)
     assert status == 0, text
     return text.strip().splitlines()[-1]
 

@@ -95,7 +95,7 @@ class Job:
             if holds(state):
                 return state
             assert asyncio.get_running_loop().time() < deadline, (
-                f"never {what or 'so'}: {state.phase} because {state.because}; {state.incidents}"
+                f"never {what or 'so'}: {state.phase} because {state.reason}; {state.incidents}"
             )
             await asyncio.sleep(0.05)
 
@@ -110,7 +110,7 @@ class Job:
             return failed_result(error)
         except TimeoutError:
             state = await self.state()
-            raise AssertionError(f"it never ended: {state.phase} because {state.because}; next {state.next}; {state}") from None
+            raise AssertionError(f"it never ended: {state.phase} because {state.reason}; next {state.next}; {state}") from None
 
     async def history(self) -> WorkflowHistory:
         return await self.handle.fetch_history()
@@ -228,7 +228,7 @@ def activities(fleets: SimulatedFleets, client: Client, archive: Path, queue: st
         nodes.read_terms,
         nodes.order_repair,
         of_fleet.read_fleet,
-        of_fleet.look_at_nodes,
+        of_fleet.probe_nodes,
         of_fleet.last_state,
         of_fleet.find_jobs,
         of_fleet.closed_jobs,

@@ -15,7 +15,7 @@ from relaunch.activities.launch import LaunchRanksInput, PreparedNode
 from relaunch.activities.reports import WatchRanksInput, WatchReport
 from relaunch.evidence.observations import RankError, RankExited
 from relaunch.generation import Token
-from relaunch.job.apply import absorb, evolve
+from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.decide import decide
 from relaunch.job.events import FaultObserved, NodesAcquired, NodeUnreachable, RanksHung, Submitted
 from relaunch.job.hang import Pace
@@ -118,7 +118,7 @@ def test_what_a_run_hands_on_with_every_node_lost_stays_below_what_a_payload_may
 
 def _started() -> JobState:
     job, _ = play(new_job(nodes=NODES, nproc_per_node=RANKS), Submitted("", "ada"))
-    job = absorb(job, NodesAcquired(slots(NODES)), T0)
+    job = apply_event(job, NodesAcquired(slots(NODES)), T0)
     return replace(job, maybe_alive=tuple(slot.node for slot in job.slots), phase=Phase.RUNNING)
 
 
@@ -128,9 +128,9 @@ def _one_incident(job: JobState, number: int) -> JobState:
     error = RankError("E" * 2000, "T" * 8000, 1.0)
     for turn in range(6):
         fault = FaultObserved(job.generation, (RankExited(job.slots[9].node, 77, 5, 1, None, now, error=error),), 16000, now)
-        job = absorb(job, fault, now)
+        job = apply_event(job, fault, now)
         decision = decide(job, fault, now)
-        job = evolve(replace(job, phase=Phase.RUNNING), decision, now)
+        job = apply_decision(replace(job, phase=Phase.RUNNING), decision, now)
         job = replace(
             job,
             phase=Phase.RUNNING,

@@ -36,7 +36,7 @@ async def _one(make_rig: MakeRig, seed: int) -> None:
         job = await rig.submit(policy({"lease": "30s", "lost_after": "5s"}, max_restarts=50, no_progress_stop="off", causes=LADDER))
         result = await job.result()
         state = result.state
-        assert result.phase is Phase.SUCCEEDED, (seed, result.because)
+        assert result.phase is Phase.SUCCEEDED, (seed, result.reason)
         # A launch that lost every answer is no fault of the job's own: it takes a generation and none of the budget.
         own = [t for t in state.tries if t.spent]
         assert len(own) == state.restarts_spent <= faults, seed

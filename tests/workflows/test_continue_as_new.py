@@ -44,9 +44,9 @@ async def test_a_signal_that_is_sent_while_the_job_continues_as_new_is_not_lost(
         await job.until_phase(Phase.RUNNING, 1)
         sent = 30
         for number in range(sent):
-            await job.handle.signal("force_retry" if number == sent - 1 else "report", {"because": f"number {number}"})
+            await job.handle.signal("force_retry" if number == sent - 1 else "report", {"reason": f"number {number}"})
         state = await job.until_phase(Phase.RUNNING, 2)
-        assert (await job.state()).because.startswith("generation 2 runs")
+        assert (await job.state()).reason.startswith("generation 2 runs")
         assert len(state.notices) == 5
         assert len(await job.runs()) >= 2
         assert rig.orders("stop") == []
@@ -62,7 +62,7 @@ async def test_a_claim_that_the_fleet_asks_for_while_the_job_continues_as_new_is
         await job.until_phase(Phase.RUNNING, 1)
         for number in range(12):
             # The report makes the history long enough; the question comes while the watches are let go of.
-            await job.handle.signal("report", {"because": f"number {number}"})
+            await job.handle.signal("report", {"reason": f"number {number}"})
             await asyncio.sleep(0.01 * number)
             await job.handle.signal("claim_again")
             await asyncio.sleep(0.2)
@@ -85,7 +85,7 @@ async def test_a_temporal_cancel_that_arrives_while_the_job_continues_as_new_sto
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
         for number in range(20):
-            await job.handle.signal("report", {"because": f"number {number}"})
+            await job.handle.signal("report", {"reason": f"number {number}"})
         await job.handle.cancel()
         assert (await job.result()).phase is Phase.CANCELLED
 
@@ -113,7 +113,7 @@ async def test_a_person_who_is_asked_is_still_asked_after_the_job_continued_as_n
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         deadline = (await job.state()).next.at
         for number in range(12):
-            await job.handle.signal("report", {"because": f"number {number}"})
+            await job.handle.signal("report", {"reason": f"number {number}"})
         await _second_run(job)
         state = await job.state()
         assert (state.phase, state.generation, state.next.at) == (Phase.WAITING_FOR_PERSON, 1, deadline)
@@ -131,7 +131,7 @@ async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(make_shor
         rig.backend.cut("n2", "controller-in", "controller-out")
         await job.until_phase(Phase.NODE_LOST)
         for number in range(12):
-            await job.handle.signal("report", {"because": f"number {number}"})
+            await job.handle.signal("report", {"reason": f"number {number}"})
         await _second_run(job)
         assert (await job.state()).lost_names == ("n2",)
         rig.backend.heal("n2")

@@ -44,12 +44,12 @@ async def test_S5_4_cancel_stops_running_ranks(make_rig: MakeRig, way: str) -> N
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING)
         if way == "signal":
-            await job.handle.signal("cancel", {"because": "enough", "by": "ada"})
+            await job.handle.signal("cancel", {"reason": "enough", "by": "ada"})
         else:
             await job.handle.cancel()
         await is_cancelled(rig, job)
-        because = (await job.result()).because
-        assert because == "cancelled by ada: enough" if way == "signal" else because.startswith("cancelled")
+        reason = (await job.result()).reason
+        assert reason == "cancelled by ada: enough" if way == "signal" else reason.startswith("cancelled")
 
 
 async def test_S5_4_cancel_while_ranks_are_launched(make_rig: MakeRig) -> None:
@@ -65,7 +65,7 @@ async def test_S5_4_cancel_while_nodes_are_waited_for(make_rig: MakeRig) -> None
     async with make_rig(Script((Cut(generation=0, when="first_call", node="n2"),)), name=new_fleet()) as rig:
         job = await rig.submit()
         state = await job.until(lambda s: s.phase is Phase.QUEUED and s.generation == 1, "in the queue")
-        assert state.because.startswith("1 of 2 nodes: n2 does not answer")
+        assert state.reason.startswith("1 of 2 nodes: n2 does not answer")
         await job.handle.signal("cancel")
         await is_cancelled(rig, job)
         assert rig.launches() == {}
@@ -111,19 +111,19 @@ async def test_two_cancels_of_both_kinds_end_the_job_once(make_rig: MakeRig) -> 
     async with make_rig(Script((Lingers(rank=0, seconds=60),))) as rig:
         job = await rig.submit(policy({"stop_grace": "1s"}))
         await job.until_phase(Phase.RUNNING)
-        await job.handle.signal("cancel", {"because": "first"})
+        await job.handle.signal("cancel", {"reason": "first"})
         await job.until_phase(Phase.STOPPING)
         await job.handle.cancel()
         await job.handle.cancel()
         await is_cancelled(rig, job)
-        assert (await job.result()).because == "cancelled: first"
+        assert (await job.result()).reason == "cancelled: first"
 
 
 async def test_S5_4_force_retry_while_running_stops_all_ranks_and_launches_the_next_generation(make_rig: MakeRig) -> None:
     async with make_rig(spares=1) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
-        await job.handle.signal("force_retry", {"because": "n2 is slow", "by": "ada", "avoid_nodes": ["n2"]})
+        await job.handle.signal("force_retry", {"reason": "n2 is slow", "by": "ada", "avoid_nodes": ["n2"]})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
         assert state.restarts_spent == 0
@@ -176,13 +176,13 @@ async def test_change_policy_is_in_force_from_the_next_decision_on(make_rig: Mak
     async with make_rig(script) as rig:
         job = await rig.submit()
         await job.until_phase(Phase.RUNNING, 1)
-        answer = await job.handle.execute_update("change_policy", {"policy": {"max_restarts": 0}, "because": "budget", "by": "ada"})
+        answer = await job.handle.execute_update("change_policy", {"policy": {"max_restarts": 0}, "reason": "budget", "by": "ada"})
         assert answer == "the policy is in force from the next decision on"
         result = await job.result()
         assert (result.phase, result.generation) == (Phase.FAILED, 1)
         assert "ada changed the policy (max_restarts): budget" in result.state.notices
         (change,) = result.state.policy_changes
-        assert (change.by, change.because, change.keys) == ("ada", "budget", ("max_restarts",))
+        assert (change.by, change.reason, change.keys) == ("ada", "budget", ("max_restarts",))
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ MALFORMED: list[tuple[str, list[Any], str]] = [
     ("cancel", [17], "cancel was not understood"),
     ("cancel", [["a", "list"]], "cancel was not understood"),
     ("cancel", [False], "cancel was not understood"),
-    ("cancel", [{"because": 5}], "cancel was not understood: because: Input should be a valid string (got 5)"),
-    ("cancel", [{"reason": "x"}], "cancel was not understood: reason: unknown key"),
+    ("cancel", [{"reason": 5}], "cancel was not understood: reason: Input should be a valid string (got 5)"),
+    ("cancel", [{"because": "x"}], "cancel was not understood: because: unknown key"),
     ("force_retry", [{"avoid_nodes": "n2"}], "force_retry was not understood: avoid_nodes"),
     ("force_retry", [{"avoid_nodes": [{"a": 1}]}], "force_retry was not understood: avoid_nodes.0"),
     ("force_retry", [{"renew_budgets": "perhaps"}], "force_retry was not understood: renew_budgets"),
@@ -224,8 +224,8 @@ MALFORMED: list[tuple[str, list[Any], str]] = [
     ("report", [None], "report was not understood: node: missing"),
     ("report", [{"node": "n 2"}], "report was not understood: node: 'n 2' is not a name"),
     ("report", [{"node": "n2", "declared": "alive"}], "report was not understood: declared"),
-    ("report", [{"node": "n2", "because": ""}], "report was not understood: because: it is empty"),
-    ("report", [{"node": "n2", "because": "burnt"}], "report was refused: node n2 answers the job's watch"),
+    ("report", [{"node": "n2", "reason": ""}], "report was not understood: reason: it is empty"),
+    ("report", [{"node": "n2", "reason": "burnt"}], "report was refused: node n2 answers the job's watch"),
 ]
 
 
@@ -241,7 +241,7 @@ async def test_malformed_signals_change_nothing_are_visible_and_the_next_valid_o
         await is_cancelled(rig, job)
 
 
-@pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"because": "b"}, {"by": "somebody"}]])
+@pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"reason": "b"}, {"by": "somebody"}]])
 async def test_a_signal_with_nothing_in_it_means_all_defaults_and_a_second_payload_is_left_out(make_rig: MakeRig, sent: list[Any]) -> None:
     async with make_rig(Script((Progress(rank=0, hangs=True),))) as rig:
         job = await rig.submit()
@@ -261,15 +261,15 @@ async def test_a_job_that_asks_is_snoozed_taken_over_and_approved_from_its_page(
     async with make_rig(Script((Exit(generation=1, rank=0),))) as rig:
         job = await rig.submit(policy(causes=ASK))
         await job.until_phase(Phase.WAITING_FOR_PERSON)
-        told = await job.handle.execute_update("answer", {"decision": "snooze", "by": "ada", "because": "later", "within": "1s"})
+        told = await job.handle.execute_update("answer", {"decision": "snooze", "by": "ada", "reason": "later", "within": "1s"})
         assert told == "it is asked again in 1s"
         # A slow machine may see the snooze only when it is over: what it said is kept in the incident.
         asked = await job.until(lambda s: decisions(s)[-3:] == ["Ask", "Wait", "Ask"] and "Without an answer" in s.next.what, "asked again")
         assert asked.phase is Phase.WAITING_FOR_PERSON
         assert asked.incident is not None
-        assert asked.incident.decisions[-2].because.startswith("ada snoozed it: later; ")
+        assert asked.incident.decisions[-2].reason.startswith("ada snoozed it: later; ")
         await job.handle.execute_update("answer", {"decision": "take-over", "by": "ada"})
-        state = await job.until(lambda s: s.because.startswith("ada has taken it over"), "taken over")
+        state = await job.until(lambda s: s.reason.startswith("ada has taken it over"), "taken over")
         assert state.next.at is None
         assert not alive(rig.backend.lives)
         await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
@@ -286,10 +286,10 @@ async def test_a_job_that_is_denied_fails_and_names_who_denied_it(make_rig: Make
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(policy(causes=ASK))
         await job.until_phase(Phase.WAITING_FOR_PERSON)
-        await job.handle.execute_update("answer", {"decision": "deny", "by": "ada", "because": "hopeless"})
+        await job.handle.execute_update("answer", {"decision": "deny", "by": "ada", "reason": "hopeless"})
         result = await job.result()
         assert result.phase is Phase.FAILED
-        assert result.because.startswith("ada denied a new launch: hopeless; ")
+        assert result.reason.startswith("ada denied a new launch: hopeless; ")
 
 
 async def test_a_launch_that_is_taken_over_leaves_no_rank(make_rig: MakeRig) -> None:
@@ -297,7 +297,7 @@ async def test_a_launch_that_is_taken_over_leaves_no_rank(make_rig: MakeRig) -> 
     async with make_rig(Script((Exit(generation=1, rank=0),))) as rig:
         job = await rig.submit(policy(causes=ladder))
         await job.until_phase(Phase.LAUNCHING, 2)
-        await job.handle.execute_update("answer", {"decision": "take-over", "by": "ada", "because": "I look at it"})
+        await job.handle.execute_update("answer", {"decision": "take-over", "by": "ada", "reason": "I look at it"})
         await job.until(lambda s: s.phase is Phase.WAITING_FOR_PERSON and not s.maybe_alive, "taken over, with no rank left")
         assert not alive(rig.backend.lives)
         await job.handle.signal("force_retry", {"by": "ada"})

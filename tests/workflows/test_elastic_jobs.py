@@ -67,11 +67,11 @@ async def strategy(job: Job) -> Any:
 
 
 async def quarantine(rig: Rig, node: str, **more: Any) -> None:
-    await rig.tell_fleet("quarantine", {"node": node, "because": "a fan", "by": "grace", **more})
+    await rig.tell_fleet("quarantine", {"node": node, "reason": "a fan", "by": "grace", **more})
 
 
 async def release(rig: Rig, node: str) -> None:
-    await rig.tell_fleet("release", {"node": node, "because": "new fan", "by": "grace"})
+    await rig.tell_fleet("release", {"node": node, "reason": "new fan", "by": "grace"})
 
 
 async def ended(*jobs: Job) -> None:
@@ -116,7 +116,7 @@ async def test_s3_3_a_drained_node_without_a_replacement_shrinks_the_job_and_its
         await quarantine(rig, "n2", drain=True, within="1s")
         state = await job.until_phase(Phase.RUNNING, 2)
         assert (nodes(state), state.restarts_spent, state.tries, state.incidents) == (["n1", "n3"], 0, (), ())
-        assert "2 of 3 nodes: n2 is quarantined (a fan); it grows again when the fleet has more" in state.because
+        assert "2 of 3 nodes: n2 is quarantined (a fan); it grows again when the fleet has more" in state.reason
         assert "it takes more nodes when the fleet has them, by a restart of all ranks" in state.next.what
         await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n3"}, "n2 left")
         await release(rig, "n2")
@@ -133,7 +133,7 @@ async def test_s3_3_a_job_begins_with_what_there_is_and_takes_no_node_that_someb
         await other.until_phase(Phase.RUNNING)
         job = await rig.submit(policy(**SOON), nodes={"min": 1, "max": 3}, gpus_per_node=8)
         state = await job.until_phase(Phase.RUNNING, 1)
-        assert nodes(state) == ["n2", "n3"] and f"2 of 3 nodes: job {(await other.state()).name} holds 1" in state.because
+        assert nodes(state) == ["n2", "n3"] and f"2 of 3 nodes: job {(await other.state()).name} holds 1" in state.reason
         third = await rig.submit(nodes=1, gpus_per_node=8, ranks=1)
         await until_fleet(rig, lambda fleet: any(record.waits for record in fleet.claims), "that somebody waits")
         await ended(other)
@@ -201,9 +201,9 @@ async def test_s3_3_an_offer_that_is_not_there_any_more_restarts_nothing_and_one
         await offer(job, rig, "n3", late=1)
         await job.handle.signal("nodes_offered", {"nodes": "n3"})
         state = await job.until(lambda state: bool(state.notices), "a notice")
-        assert state.because.startswith("generation 1 runs on n1, n2") and state.notices[0].startswith("nodes_offered was not understood")
+        assert state.reason.startswith("generation 1 runs on n1, n2") and state.notices[0].startswith("nodes_offered was not understood")
         await offer(job, rig, "n3")
-        state = await job.until(lambda state: "it was offered more and has not grown" in state.because, "answered")
+        state = await job.until(lambda state: "it was offered more and has not grown" in state.reason, "answered")
         assert (state.generation, state.phase, rig.orders("stop")) == (1, Phase.RUNNING, [])
         await until_fleet(rig, lambda fleet: fleet.claims[0].claim.seq == seq + 2 and bool(fleet.claims[0].claim.more_at), "said again")
         await ended(job)
@@ -219,7 +219,7 @@ async def test_s3_3_what_was_offered_goes_back_when_a_fault_comes_first(make_rig
         await job.until_phase(Phase.RUNNING, 1)
         await release(rig, "n3")
         await asyncio.wait_for(reached.wait(), 30)
-        await job.handle.signal("force_retry", {"because": "now"})
+        await job.handle.signal("force_retry", {"reason": "now"})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert nodes(state) == ["n1", "n2"]
         await until_fleet(rig, lambda fleet: [one.places for one in fleet.offers] == [()] and held(fleet) == {"n1", "n2"}, "n3 free")
@@ -264,7 +264,7 @@ async def test_s3_3_a_worker_that_dies_between_the_offer_and_the_launch_changes_
         await release(rig, "n3")
         await asyncio.wait_for(reached.wait(), 30)
         state = await job.state()
-        assert (state.phase, state.generation, state.because) == (Phase.RUNNING, 1, "the fleet offers n3: 2 -> 3 nodes")
+        assert (state.phase, state.generation, state.reason) == (Phase.RUNNING, 1, "the fleet offers n3: 2 -> 3 nodes")
         fleet_now = await fleet_state(rig)
         assert [(one.job, [place.node for place in one.places]) for one in fleet_now.offers] == [(state.name, ["n3"])]
     assert rig.launches() == {1: ["n1", "n2"]}

@@ -17,7 +17,7 @@ from relaunch.activities.fleet import FleetActivities
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.messages import Suspect
-from relaunch.pool.state import FleetState, Standing
+from relaunch.pool.state import FleetState, NodeStatus
 from relaunch.spec.fleet import FleetNode
 from tests.fakes.nodes import Script, Sick, Takes
 from tests.workflows.claimants import claimants, eventually, fleet_state, until_fleet
@@ -32,7 +32,7 @@ def make(make_rig: MakeRig, script: Script | None = None, **options: Any) -> Abs
     return make_rig(script or Script(then="run"), name=f"f-{uuid.uuid4().hex[:8]}", **options)
 
 
-def standing(state: FleetState, node: str) -> Standing:
+def standing(state: FleetState, node: str) -> NodeStatus:
     return next(record.standing for record in state.nodes if record.name == node)
 
 
@@ -61,7 +61,7 @@ async def test_more_nodes_than_there_are_is_hopeless_and_said_at_once(make_rig: 
         await job.claim(3)
         grant = await job.until_answered()
         assert (grant.kind, grant.places) == ("hopeless", ())
-        assert "3" in grant.because and "2" in grant.because
+        assert "3" in grant.reason and "2" in grant.reason
 
 
 async def test_what_a_terminated_job_held_is_cleaned_and_given_to_the_next(make_rig: MakeRig) -> None:
@@ -128,13 +128,13 @@ async def test_a_fleet_that_was_terminated_begins_anew_and_grants_nothing_before
 
 async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has_quarantined(make_rig: MakeRig) -> None:
     async with make(make_rig, nodes=3, gpus=8) as rig, claimants(rig) as begin:
-        await rig.tell_fleet("quarantine", {"node": "n1", "because": "flaky NVLink", "by": "grace"})
-        await rig.tell_fleet("pause", {"because": "the cooling is being mended", "by": "grace"})
+        await rig.tell_fleet("quarantine", {"node": "n1", "reason": "flaky NVLink", "by": "grace"})
+        await rig.tell_fleet("pause", {"reason": "the cooling is being mended", "by": "grace"})
         state = await until_fleet(rig, lambda state: bool(state.breaker.paused) and state.remembered, "repairs paused")
-        assert standing(state, "n1") is Standing.QUARANTINED
+        assert standing(state, "n1") is NodeStatus.QUARANTINED
         await rig.end_fleet()
-        await rig.tell_fleet("quarantine", {"node": "n2", "because": "loud fan", "by": "ada"})
-        await until_fleet(rig, lambda state: bool(state.nodes) and standing(state, "n2") is Standing.QUARANTINED, "n2 quarantined")
+        await rig.tell_fleet("quarantine", {"node": "n2", "reason": "loud fan", "by": "ada"})
+        await until_fleet(rig, lambda state: bool(state.nodes) and standing(state, "n2") is NodeStatus.QUARANTINED, "n2 quarantined")
         await rig.end_fleet()  # whatever it had learned of the first by then
         await rig.tell_fleet("apply")
         await rig.end_fleet()  # most likely before any worker has taken it up
@@ -142,7 +142,7 @@ async def test_a_fleet_that_was_terminated_gives_nobody_a_node_that_a_person_has
         await job.claim(1)
         assert await job.nodes() == ["n3"]
         state = await fleet_state(rig)
-        assert [(node.because, node.by) for node in state.nodes[:2]] == [("flaky NVLink", "grace"), ("loud fan", "ada")]
+        assert [(node.reason, node.by) for node in state.nodes[:2]] == [("flaky NVLink", "grace"), ("loud fan", "ada")]
         assert "cooling" in state.breaker.paused
         said = "remembers 2 nodes out of service and a pause of repairs from the run before"
         assert [notice.split(" ", 1)[1] for notice in state.notices] == [said]
@@ -153,12 +153,12 @@ async def test_a_fleet_whose_runs_before_were_of_other_workers_begins_with_nothi
 ) -> None:
     name = f"f-{uuid.uuid4().hex[:8]}"
     async with make_rig(Script(then="run"), name=name) as rig:
-        await rig.tell_fleet("quarantine", {"node": "n1", "because": "flaky NVLink", "by": "grace"})
-        await until_fleet(rig, lambda state: bool(state.nodes) and standing(state, "n1") is Standing.QUARANTINED, "n1 quarantined")
+        await rig.tell_fleet("quarantine", {"node": "n1", "reason": "flaky NVLink", "by": "grace"})
+        await until_fleet(rig, lambda state: bool(state.nodes) and standing(state, "n1") is NodeStatus.QUARANTINED, "n1 quarantined")
     async with make_rig(Script(then="run"), name=name) as rig:
         await rig.tell_fleet("apply")
         state = await until_fleet(rig, lambda state: state.remembered, "whether anything is remembered")
-        assert standing(state, "n1") is Standing.IN_SERVICE
+        assert standing(state, "n1") is NodeStatus.IN_SERVICE
         (notice,) = state.notices
         assert "has to be said again" in notice and "was of workers on task queue" in notice
 
@@ -186,11 +186,11 @@ async def test_a_repair_that_asked_during_a_pause_is_followed_by_another_one_and
         job = await begin()
         blamed = Suspect("n2", datetime.now(UTC), 1, Cause.GPU_FATAL, "Xid 79 on n2", code="Xid 79", isolate=True)
         await job.claim(0, suspects=(blamed,))
-        await until_fleet(rig, lambda state: standing(state, "n2") is Standing.REPAIRING, "a repair of n2")
-        await rig.fleet.signal("pause", {"because": "the cooling is being mended", "by": "grace"})
+        await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.REPAIRING, "a repair of n2")
+        await rig.fleet.signal("pause", {"reason": "the cooling is being mended", "by": "grace"})
         first = (await until_fleet(rig, lambda state: bool(state.requests), "that it asks")).requests[0].run
         await rig.fleet.signal("resume", {"by": "grace"})
-        state = await until_fleet(rig, lambda state: standing(state, "n2") is Standing.IN_SERVICE, "n2 in service")
+        state = await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.IN_SERVICE, "n2 in service")
         assert [(one.permit.run == first, one.permit.allowed, one.permit.stale) for one in state.answered] == [
             (True, False, True),
             (False, True, False),
@@ -218,20 +218,20 @@ async def test_persons_quarantine_drain_and_release_nodes_by_signals(make_rig: M
         await job.claim(1)
         assert await job.nodes() == ["n1"]
         before = datetime.now(UTC)
-        await rig.fleet.signal("quarantine", {"node": "n1", "because": "new memory", "by": "grace", "drain": True, "within": "5m"})
-        await rig.fleet.signal("quarantine", {"node": "n2", "because": "loud fan", "by": "grace"})
+        await rig.fleet.signal("quarantine", {"node": "n1", "reason": "new memory", "by": "grace", "drain": True, "within": "5m"})
+        await rig.fleet.signal("quarantine", {"node": "n2", "reason": "loud fan", "by": "grace"})
         asked = await job.until_told("leave_node")
-        assert (asked["node"], asked["because"], asked["by"]) == ("n1", "new memory", "grace")
+        assert (asked["node"], asked["reason"], asked["by"]) == ("n1", "new memory", "grace")
         assert timedelta(minutes=4) < datetime.fromisoformat(asked["until"]) - before < timedelta(minutes=6)
-        state = await until_fleet(rig, lambda state: standing(state, "n2") is Standing.QUARANTINED, "n2 quarantined")
+        state = await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.QUARANTINED, "n2 quarantined")
         n2 = state.nodes[1]
-        assert (n2.because, n2.by, n2.drain) == ("loud fan", "grace", None)
+        assert (n2.reason, n2.by, n2.drain) == ("loud fan", "grace", None)
         assert len([notice for notice in state.notices if "grace" in notice]) == 2
         await job.give_back()
         await other.claim(1)
         await until_fleet(rig, lambda state: bool(waits(state, other.name)), "a reason to wait")
         assert await other.grants() == []
-        await rig.fleet.signal("release", {"node": "n2", "because": "new fan", "by": "ada"})
+        await rig.fleet.signal("release", {"node": "n2", "reason": "new fan", "by": "ada"})
         assert await other.nodes() == ["n2"]
         page = str(await rig.fleet.query("__temporal_workflow_metadata"))
         assert "**n1** quarantined since" in page and "by grace: new memory" in page
@@ -244,16 +244,16 @@ async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_aga
         job = await begin()
         await job.claim(2)
         await job.nodes()
-        await rig.fleet.signal("pause", {"because": "the cooling is being mended", "by": "grace"})
+        await rig.fleet.signal("pause", {"reason": "the cooling is being mended", "by": "grace"})
         blamed = Suspect("n2", datetime.now(UTC), 1, Cause.GPU_FATAL, "Xid 79 on n2", code="Xid 79", isolate=True)
         await job.claim(0, suspects=(blamed,))
-        state = await until_fleet(rig, lambda state: standing(state, "n2") is not Standing.IN_SERVICE, "n2 out of service")
-        assert (standing(state, "n2"), state.nodes[1].by) == (Standing.SUSPECT, f"job {job.name}")
+        state = await until_fleet(rig, lambda state: standing(state, "n2") is not NodeStatus.IN_SERVICE, "n2 out of service")
+        assert (standing(state, "n2"), state.nodes[1].by) == (NodeStatus.SUSPECT, f"job {job.name}")
         assert "cooling" in state.breaker.paused
         again = await begin()
         await again.claim(2)
         await until_fleet(rig, lambda state: bool(waits(state, again.name)), "a reason to wait")
-        assert standing(await fleet_state(rig), "n2") is Standing.SUSPECT
+        assert standing(await fleet_state(rig), "n2") is NodeStatus.SUSPECT
         await rig.fleet.signal("resume", {"by": "grace"})
         assert await again.nodes() == ["n1", "n2"]
         repair = await rig.client.get_workflow_handle(f"repair/{rig.fleets.known.name}/n2").describe()
@@ -272,7 +272,7 @@ async def test_a_node_that_a_job_blames_is_repaired_by_the_fleet_and_granted_aga
         ("quarantine", ["n1"], "quarantine: "),
         ("release", {"node": ""}, "release: node: missing"),
         ("release", "n1", "release: "),
-        ("pause", {"because": 7}, "pause: because: "),
+        ("pause", {"reason": 7}, "pause: reason: "),
         ("resume", 3.5, "resume: "),
         ("apply", {"fleet": "other"}, "apply: fleet: unknown key"),
         ("claim", {"job": "llama"}, "claim: submission: missing"),
@@ -291,7 +291,7 @@ async def test_what_cannot_be_read_becomes_a_notice_and_changes_nothing(
         assert sentence in state.notices[-1]
         assert (state.claims, state.requests, state.breaker.paused) == ((), (), "")
         state = await until_fleet(rig, lambda state: state.begun, "every node looked at")
-        assert standing(state, "n1") is Standing.IN_SERVICE
+        assert standing(state, "n1") is NodeStatus.IN_SERVICE
 
 
 async def test_no_hope_is_told_before_the_fleet_file_was_read_and_a_file_that_went_bad_changes_nothing(make_rig: MakeRig) -> None:
@@ -304,7 +304,7 @@ async def test_no_hope_is_told_before_the_fleet_file_was_read_and_a_file_that_we
         assert grant.kind == "hopeless"
         assert "fleet.yaml:3: nodes: missing" in (await fleet_state(rig)).notices[-1]
         rig.fleets.wrong = ""
-        await rig.tell_fleet("apply", {"because": "mended"})
+        await rig.tell_fleet("apply", {"reason": "mended"})
         await until_fleet(rig, lambda state: len(state.nodes) == 2, "two nodes")
         rig.fleets.wrong = "fleet.yaml:3: nodes: missing again"
         await rig.tell_fleet("apply")
@@ -321,8 +321,8 @@ async def test_a_changed_fleet_file_is_applied_when_a_person_says_so(make_rig: M
         assert await job.nodes() == ["n1"]
         before = rig.fleets.known
         rig.fleets.known = before.model_copy(update={"nodes": (FleetNode(name="n2", address="10.0.0.2", gpus=4),)})
-        await rig.tell_fleet("apply", {"because": "n1 moves", "by": "grace"})
-        state = await until_fleet(rig, lambda state: standing(state, "n1") is Standing.QUARANTINED, "n1 out of the file")
+        await rig.tell_fleet("apply", {"reason": "n1 moves", "by": "grace"})
+        state = await until_fleet(rig, lambda state: standing(state, "n1") is NodeStatus.QUARANTINED, "n1 out of the file")
         assert {one.name: (one.by, one.spec.gpus) for one in state.nodes} == {"n1": ("fleet file", 8), "n2": ("", 4)}
         await job.give_back()
         await until_fleet(rig, lambda state: [one.name for one in state.nodes] == ["n2"], "n1 gone")
@@ -350,20 +350,20 @@ async def test_over_many_runs_no_claim_is_lost_and_nobody_is_granted_what_anothe
 async def test_signals_that_arrive_while_the_fleet_continues_as_new_are_not_lost(make_short_rig: MakeRig) -> None:
     async with make(make_short_rig, nodes=1) as rig:
         for number in range(30):
-            await rig.tell_fleet("pause" if number % 2 == 0 else "resume", {"because": f"number {number}", "by": "grace"})
-        await rig.tell_fleet("quarantine", {"node": "n1", "because": "the last", "by": "grace"})
-        state = await until_fleet(rig, lambda state: state.begun and standing(state, "n1") is Standing.QUARANTINED, "n1 quarantined")
+            await rig.tell_fleet("pause" if number % 2 == 0 else "resume", {"reason": f"number {number}", "by": "grace"})
+        await rig.tell_fleet("quarantine", {"node": "n1", "reason": "the last", "by": "grace"})
+        state = await until_fleet(rig, lambda state: state.begun and standing(state, "n1") is NodeStatus.QUARANTINED, "n1 quarantined")
         assert state.breaker.paused == ""
-        assert state.nodes[0].because == "the last"
+        assert state.nodes[0].reason == "the last"
         await rig.end_fleet()
         assert len(rig.fleet_histories) >= 2
 
 
 async def test_what_begins_a_fleet_is_heard_although_its_nodes_are_not_known_yet(make_rig: MakeRig) -> None:
     async with make(make_rig, nodes=1) as rig:
-        await rig.tell_fleet("quarantine", {"node": "n1", "because": "the first word", "by": "grace"})
+        await rig.tell_fleet("quarantine", {"node": "n1", "reason": "the first word", "by": "grace"})
         state = await until_fleet(rig, lambda state: state.begun, "every node looked at")
-        assert (state.nodes[0].standing, state.nodes[0].because) == (Standing.QUARANTINED, "the first word")
+        assert (state.nodes[0].standing, state.nodes[0].reason) == (NodeStatus.QUARANTINED, "the first word")
 
 
 async def test_a_job_that_claims_again_and_again_is_granted_once_for_each_claim_that_counts(make_rig: MakeRig) -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from relaunch.job.state import Leaving, Phase
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, PermitRequest, Place, Withdraw
-from relaunch.pool.state import Breaker, ClaimRecord, FleetState, NodeLook, NodeRecord, Offered, Standing
+from relaunch.pool.state import Breaker, ClaimRecord, FleetState, NodeProbe, NodeRecord, NodeStatus, Offered
 from relaunch.spec.fleet import FleetNode
 from relaunch.workflows.fleet.details import fleet_details
 from relaunch.workflows.search_attributes import DETAILS_LIMIT, current_details
@@ -19,7 +19,7 @@ AGO = NOW - timedelta(minutes=12)
 
 
 def node(name: str, **changes: object) -> NodeRecord:
-    made = NodeRecord(FleetNode(name=name, address=f"10.1.{name}", gpus=8), look=NodeLook(name), looked_at=NOW)
+    made = NodeRecord(FleetNode(name=name, address=f"10.1.{name}", gpus=8), look=NodeProbe(name), looked_at=NOW)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -51,14 +51,14 @@ def test_an_open_breaker_and_a_pause_come_first_and_say_how_they_are_ended() -> 
 
 def test_each_node_that_is_out_or_not_to_be_had_says_why_by_whom_and_since_when() -> None:
     drain = Withdraw("n2", "new memory", "grace", NOW + timedelta(minutes=30))
-    silent = NodeLook("n4", silent="connection timed out")
+    silent = NodeProbe("n4", silent="connection timed out")
     lines = page(
         fleet(
             node("n1"),
-            node("n2", standing=Standing.QUARANTINED, because="new memory", by="grace", since=AGO, drain=drain),
-            node("n3", standing=Standing.REPAIRING, because="Xid 79", by="job llama", since=AGO, repair="repair/lab/n3"),
+            node("n2", standing=NodeStatus.QUARANTINED, reason="new memory", by="grace", since=AGO, drain=drain),
+            node("n3", standing=NodeStatus.REPAIRING, reason="Xid 79", by="job llama", since=AGO, repair="repair/lab/n3"),
             node("n4", look=silent, silent_since=AGO),
-            node("n5", look=NodeLook("n5", held="diagnose (grace) works on it")),
+            node("n5", look=NodeProbe("n5", held="diagnose (grace) works on it")),
         )
     )
     assert lines[0] == "## fleet lab: 5 nodes, 1 repairing, 1 quarantined, 2 silent or held, 0 jobs have nodes, 0 wait"
@@ -100,7 +100,7 @@ def test_a_fleet_that_began_anew_says_for_whom_it_waits() -> None:
 
 def test_the_largest_fleet_with_the_longest_reasons_fits_and_keeps_what_is_needed_to_act() -> None:
     reason = "ü" * 5000
-    nodes = tuple(node(f"n{i}", standing=Standing.QUARANTINED, because=reason, by="grace", since=AGO) for i in range(2048))
+    nodes = tuple(node(f"n{i}", standing=NodeStatus.QUARANTINED, reason=reason, by="grace", since=AGO) for i in range(2048))
     holds = tuple(Place(one.name) for one in nodes)
     claims = tuple(ClaimRecord(Claim(f"j{i}", 1, 1, 2048, holds=holds), said=reason) for i in range(500))
     state = fleet(*nodes, claims=claims, notices=(reason,) * 64, breaker=Breaker(reason, AGO))
@@ -128,7 +128,7 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
             node("n2", inventory=replace(used, count=7), read_at=NOW),
             node("n3", inventory=Inventory(unreadable="libnvidia-ml.so.1 is not on this node"), read_at=NOW),
             node("n4", inventory=Inventory("H100", 8), read_at=NOW),
-            node("n5", inventory=Inventory("H100", 7), read_at=NOW, standing=Standing.SUSPECT, because="7 of 8 GPUs answer"),
+            node("n5", inventory=Inventory("H100", 7), read_at=NOW, standing=NodeStatus.SUSPECT, reason="7 of 8 GPUs answer"),
         )
     )
     at = lines.index("### GPUs that strangers use, that are missing or cannot be read (3)")
@@ -142,7 +142,7 @@ def test_gpus_that_strangers_use_are_missing_or_unreadable_are_told() -> None:
 
 def test_a_suspect_that_jobs_share_says_who_was_asked_to_leave_it_and_until_when() -> None:
     leave = Withdraw("n3", "Xid 79", "fleet lab", NOW + timedelta(hours=2))
-    suspect = {"standing": Standing.SUSPECT, "because": "Xid 79", "by": "job llama", "since": AGO, "leave": leave}
+    suspect = {"standing": NodeStatus.SUSPECT, "reason": "Xid 79", "by": "job llama", "since": AGO, "leave": leave}
     line = next(line for line in page(fleet(node("n3", **suspect, told=("bert", "vit")))) if line.startswith("- **n3**"))
     assert line.endswith("by job llama: Xid 79; bert, vit asked to leave it by 2026-11-21 05:00:00 UTC, so that it can be examined")
     assert "asked to leave" not in "\n".join(page(fleet(node("n3", **suspect))))
@@ -154,7 +154,7 @@ def test_the_page_of_a_job_says_which_nodes_are_wanted_and_how_to_answer() -> No
     told = "carol wants n2 by 2026-11-21 05:00 UTC: swap its PSU; it leaves at the next checkpoint"
     assert any(line.startswith(f"- {told} (`answer llama approve --node n2`: at once;") for line in lines)
     assert next(line for line in lines if line.startswith("**Next**")).count(told) == 1
-    said = '`{"decision": "approve", "node": "n2", "because": "…", "by": "you"}`'
+    said = '`{"decision": "approve", "node": "n2", "reason": "…", "by": "you"}`'
     assert f"- the update `answer` {said} has it leave n2 at once; `deny`: not before 2026-11-21 05:00:00 UTC" in lines
     assert not any("wants" in line or "update" in line for line in current_details(running(), NOW).splitlines())
     over = current_details(replace(running(), leaving=(wanted,), phase=Phase.FAILED), NOW)

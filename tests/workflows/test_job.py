@@ -52,7 +52,7 @@ async def test_S3_2_one_rank_fails_and_all_ranks_on_all_nodes_are_started_again(
         assert rig.launches() == {1: ["n1", "n2"], 2: ["n1", "n2"]}
         (incident,) = result.incidents
         assert (incident.cause, incident.nodes, incident.ranks) == (Cause.APPLICATION, ("n2",), (3,))
-        assert incident.because == "rank 3 on n2 exited with code 1: ValueError: boom"
+        assert incident.reason == "rank 3 on n2 exited with code 1: ValueError: boom"
         assert incident.traceback == "Traceback: here"
         assert [(d.decision, d.strategy, d.spent) for d in incident.decisions][:1] == [("Relaunch", "RESTART_IN_PLACE", True)]
         assert incident.detected and incident.decided and incident.stopped and incident.launched
@@ -65,7 +65,7 @@ async def test_S3_2_when_the_budget_is_spent_the_job_fails_with_the_exit_code_of
         job = await rig.submit(policy(max_restarts=2))
         result = await job.result()
         assert (result.phase, result.exit_code, result.generation) == (Phase.FAILED, 7, 3)
-        assert result.because.endswith("all 2 restarts are spent")
+        assert result.reason.endswith("all 2 restarts are spent")
         assert (await job.handle.describe()).status is WorkflowExecutionStatus.FAILED
         assert [len(nodes) for nodes in rig.launches().values()] == [2, 2, 2]
 
@@ -74,7 +74,7 @@ async def test_a_ladder_that_is_used_up_fails_the_job_and_the_result_rides_in_th
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.exit_code, result.generation) == (Phase.FAILED, 3, 4)
-        assert "the ladder of APPLICATION has nothing left but to stop" in result.because
+        assert "the ladder of APPLICATION has nothing left but to stop" in result.reason
         # Without a spare the other node is the same one again.
         assert [t.rung for t in result.state.tries] == ["RESTART_IN_PLACE"] * 2 + ["REPLACE_NODE when HEALTHY or UNKNOWN"]
         (incident,) = result.incidents
@@ -101,7 +101,7 @@ async def test_generations_without_progress_end_the_job_before_its_budget_does(m
     async with make_rig(script) as rig:
         result = await (await rig.submit(policy(max_restarts=50, no_progress_stop=2, causes={**_defaults(), **ladder}))).result()
         assert result.phase is Phase.FAILED
-        assert result.because.endswith("2 generations in a row ended without passing step 5")
+        assert result.reason.endswith("2 generations in a row ended without passing step 5")
         assert result.generation == 3
 
 
@@ -189,10 +189,10 @@ async def test_S3_9_a_node_whose_keeper_died_is_replaced_when_restarting_did_not
 
 
 async def test_a_command_that_does_not_exist_fails_the_job_with_127(make_rig: MakeRig) -> None:
-    async with make_rig(Script((Refuse(command="start", why="command_not_found", because="no program 'tran'"),))) as rig:
+    async with make_rig(Script((Refuse(command="start", why="command_not_found", reason="no program 'tran'"),))) as rig:
         result = await (await rig.submit()).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 127)
-        assert "no program 'tran'" in result.because
+        assert "no program 'tran'" in result.reason
         assert rig.launches() == {}
 
 
@@ -200,7 +200,7 @@ async def test_a_secret_that_the_worker_cannot_read_fails_the_job_and_says_which
     async with make_rig() as rig:
         result = await (await rig.submit(secrets={"HF_TOKEN": {"env": "RELAUNCH_TEST_NOT_SET"}})).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
-        assert "secret HF_TOKEN: variable RELAUNCH_TEST_NOT_SET cannot be read by the worker" in result.because
+        assert "secret HF_TOKEN: variable RELAUNCH_TEST_NOT_SET cannot be read by the worker" in result.reason
 
 
 async def test_a_secret_reaches_the_ranks_and_no_history(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -217,14 +217,14 @@ async def test_a_fleet_that_is_too_small_fails_the_job_at_once(make_rig: MakeRig
     async with make_rig() as rig:
         result = await (await rig.submit(nodes=3)).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
-        assert result.because == "fleet default has 2 nodes, and 3 are wanted"
+        assert result.reason == "fleet default has 2 nodes, and 3 are wanted"
 
 
 async def test_a_fleet_that_no_worker_knows_fails_the_job_at_once(make_rig: MakeRig) -> None:
     async with make_rig() as rig:
         result = await (await rig.submit(fleet="other")).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
-        assert result.because == "fleet 'other' is not known to this worker, it serves default"
+        assert result.reason == "fleet 'other' is not known to this worker, it serves default"
 
 
 async def test_a_node_that_has_seen_a_higher_generation_is_gone_on_above(make_rig: MakeRig) -> None:
@@ -262,7 +262,7 @@ async def test_a_job_shows_its_phase_to_whoever_looks_with_no_worker_alive(make_
     description = await job.handle.describe()
     memo = await description.memo()
     assert memo["phase"] == "FAILED"
-    assert memo["because"].startswith("rank 0 on n1 exited with code 3")
+    assert memo["reason"].startswith("rank 0 on n1 exited with code 3")
     attributes = {pair.key.name: pair.value for pair in description.typed_search_attributes}
     attributes.pop("BuildIds", None)  # the server's own
     assert attributes == {"Phase": "FAILED", "Generation": 1, "Cause": "APPLICATION", "Nodes": ["n1"]}

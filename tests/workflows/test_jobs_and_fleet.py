@@ -12,7 +12,7 @@ from relaunch.activities.fleet import ClosedJobsInput, FleetActivities
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import Phase
 from relaunch.pool.messages import Claim
-from relaunch.pool.state import FleetState, Standing
+from relaunch.pool.state import FleetState, NodeStatus
 from tests.activities.harness import environment
 from tests.fakes.nodes import Exit, KeeperDies, Progress, Script, Sick, Stranger
 from tests.fakes.nodes.health import bus_id
@@ -28,7 +28,7 @@ def make(make_rig: MakeRig, *happenings: Any, **options: Any) -> AbstractAsyncCo
     return make_rig(Script(happenings, then="run"), name=f"f-{uuid.uuid4().hex[:8]}", **options)
 
 
-def standing(state: FleetState, node: str) -> Standing:
+def standing(state: FleetState, node: str) -> NodeStatus:
     return next(record.standing for record in state.nodes if record.name == node)
 
 
@@ -48,7 +48,7 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         assert shares == {"0,1", "2,3"}
         third = await rig.submit(nodes=1, gpus_per_node=1)
         waiting = await third.until_phase(Phase.QUEUED, 1)
-        assert any(job.handle.id.removeprefix("job/") in waiting.because for job in jobs), "it is told who has them"
+        assert any(job.handle.id.removeprefix("job/") in waiting.reason for job in jobs), "it is told who has them"
         await ended(jobs[0])
         await third.until_phase(Phase.RUNNING)
         await ended(jobs[1], third)
@@ -65,7 +65,7 @@ async def test_s2_10_jobs_get_gpus_that_no_stranger_uses_and_one_that_wants_the_
         await ended(part)
         whole = await rig.submit(nodes=1)
         said = "n1: GPU 1 is used by alice (python, pid 4242)"
-        await whole.until(lambda s: s.phase is Phase.QUEUED and said in s.because, "told who is there")
+        await whole.until(lambda s: s.phase is Phase.QUEUED and said in s.reason, "told who is there")
         record = (await fleet_state(rig)).nodes[0]
         assert record.inventory is not None
         assert (record.inventory.model, record.inventory.driver) == ("NVIDIA H100 80GB HBM3", "570.148.08")
@@ -76,7 +76,7 @@ async def test_s2_10_jobs_get_gpus_that_no_stranger_uses_and_one_that_wants_the_
 async def test_s2_10_a_job_that_waits_for_a_stranger_runs_when_he_has_left(make_rig: MakeRig) -> None:
     async with make(make_rig, Stranger(node="n1", gpu=1), nodes=1, gpus=4) as rig:
         job = await rig.submit(nodes=1)
-        await job.until(lambda s: s.phase is Phase.QUEUED and "GPU 1 is used by alice" in s.because, "told who is there")
+        await job.until(lambda s: s.phase is Phase.QUEUED and "GPU 1 is used by alice" in s.reason, "told who is there")
         rig.backend.leave("n1")
         await job.until_phase(Phase.RUNNING)
         await ended(job)
@@ -90,7 +90,7 @@ async def test_s2_10_a_node_that_has_lost_a_gpu_is_examined_and_repaired_before_
         first = min(index for index, call in enumerate(rig.backend.calls) if call.command == "prepare")
         before = [call.command for call in rig.backend.calls[:first]]
         assert "reboot" in before, "it was repaired first"
-        assert standing(await fleet_state(rig), "n1") is Standing.IN_SERVICE
+        assert standing(await fleet_state(rig), "n1") is NodeStatus.IN_SERVICE
         await ended(job)
 
 
@@ -101,7 +101,7 @@ async def test_S4_2_a_broken_node_is_replaced_by_a_spare_and_comes_back_repaired
         first = await rig.submit(gpus_per_node=8)
         state = await first.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
-        fleet = await until_fleet(rig, lambda state: standing(state, "n2") is Standing.IN_SERVICE and bool(rig.backend.upkeep), "n2 back")
+        fleet = await until_fleet(rig, lambda state: standing(state, "n2") is NodeStatus.IN_SERVICE and bool(rig.backend.upkeep), "n2 back")
         assert [one.command for one in rig.backend.upkeep if one.kind == "began"][:2] == ["diagnose", "reboot"]
         record = next(record for record in fleet.nodes if record.name == "n2")
         assert [(mark.job, mark.code, bool(mark.retracted)) for mark in record.marks] == [(state.name, "Xid 79", True)]
@@ -122,8 +122,8 @@ async def test_a_second_bad_node_of_one_incident_is_given_to_no_other_job(make_r
         state = await job.until_phase(Phase.RUNNING, 3)
         assert state.incident is not None, "training has passed no step, so both faults are of one incident"
         assert (state.incident.nodes, len(state.incident.faults)) == (("n2", "n1"), 2)
-        fleet = await until_fleet(rig, lambda state: standing(state, "n1") is not Standing.IN_SERVICE, "n1 is out of service")
-        assert standing(fleet, "n2") is not Standing.IN_SERVICE
+        fleet = await until_fleet(rig, lambda state: standing(state, "n1") is not NodeStatus.IN_SERVICE, "n1 is out of service")
+        assert standing(fleet, "n2") is not NodeStatus.IN_SERVICE
         marks = {record.name: [(mark.generation, mark.code, mark.isolated) for mark in record.marks] for record in fleet.nodes}
         assert (marks["n2"], marks["n1"]) == ([(1, "Xid 79", True)], [(2, "Xid 79", True)])
         await ended(job)
@@ -163,14 +163,14 @@ async def test_a_job_leaves_a_node_that_a_person_drains_and_spends_nothing(make_
     async with make(make_rig, nodes=2, spares=1, gpus=8) as rig:
         job = await rig.submit(gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
-        message = {"node": "n2", "because": "new power supply", "by": "grace", "drain": True, "within": "1s"}
+        message = {"node": "n2", "reason": "new power supply", "by": "grace", "drain": True, "within": "1s"}
         await rig.fleet.signal("quarantine", message)
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
         assert (state.restarts_spent, state.tries, state.incidents, state.leaving) == (0, (), (), ())
         assert any("grace wants n2" in notice for notice in state.notices)
         fleet = await until_fleet(rig, lambda state: "n2" not in {place.node for one in state.claims for place in one.places}, "n2 left")
-        assert standing(fleet, "n2") is Standing.QUARANTINED
+        assert standing(fleet, "n2") is NodeStatus.QUARANTINED
         await ended(job)
 
 
@@ -215,7 +215,7 @@ async def test_a_job_of_a_fleet_that_nobody_knows_fails_with_that_sentence(make_
     async with make(make_rig) as rig:
         result = await (await rig.submit(fleet="nowhere")).result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 2)
-        assert "fleet 'nowhere' is not known" in result.because
+        assert "fleet 'nowhere' is not known" in result.reason
 
 
 async def test_a_job_that_asks_keeps_its_nodes_and_one_in_the_queue_waits_for_as_long_as_it_takes(make_rig: MakeRig) -> None:

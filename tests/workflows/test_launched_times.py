@@ -31,7 +31,7 @@ async def renewed(rig: Rig, job: Job) -> JobState:
 
 
 async def change_policy(job: Job, **changes: object) -> None:
-    change = {"policy": changes, "because": "to see what it does", "by": "ada"}
+    change = {"policy": changes, "reason": "to see what it does", "by": "ada"}
     await job.handle.execute_update("change_policy", change)
 
 
@@ -90,7 +90,7 @@ async def test_a_person_ends_the_wait_for_ranks_of_an_earlier_submission_that_ne
         await asyncio.sleep(5)  # as long as all times of both together
         assert (await second.state()).launched_at is None
         rig.backend.lose_power("n2", down_for=3600)  # this is what the person saw
-        await second.handle.signal("report", {"node": "n2", "because": "no power", "by": "ada"})
+        await second.handle.signal("report", {"node": "n2", "reason": "no power", "by": "ada"})
         state = await second.until(lambda state: state.launched_at is not None, "a launch")
         assert "n2" not in {slot.node for slot in state.slots}
         await second.handle.signal("cancel")

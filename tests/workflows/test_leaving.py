@@ -13,7 +13,7 @@ from temporalio.client import WorkflowUpdateFailedError
 
 from relaunch.cli.jobs import look
 from relaunch.job.state import JobState, Phase
-from relaunch.pool.state import FleetState, Standing
+from relaunch.pool.state import FleetState, NodeStatus
 from tests.fakes.nodes import Exit, Progress, Script, Sick
 from tests.fakes.nodes.health import bus_id
 from tests.workflows.claimants import until_fleet
@@ -22,7 +22,7 @@ from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 XID_79 = (f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, GPU has fallen off the bus.",)
-DRAIN = {"node": "n2", "because": "swap its PSU", "by": "carol", "drain": True, "within": "2h"}
+DRAIN = {"node": "n2", "reason": "swap its PSU", "by": "carol", "drain": True, "within": "2h"}
 
 
 def saving(every: float = 0.5, **more: Any) -> Progress:
@@ -38,7 +38,7 @@ def nodes_of(state: JobState) -> list[str]:
     return [slot.node for slot in state.slots]
 
 
-def standing(node: str, wanted: Standing) -> Callable[[FleetState], bool]:
+def standing(node: str, wanted: NodeStatus) -> Callable[[FleetState], bool]:
     return lambda state: any(record.name == node and record.standing is wanted for record in state.nodes)
 
 
@@ -88,7 +88,7 @@ async def test_a_no_holds_through_checkpoints_and_relaunches_until_somebody_says
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", DRAIN)
         await job.until(lambda s: bool(s.leaving), "asked to leave")
-        said = await job.handle.execute_update("answer", {"decision": "deny", "node": "n2", "because": "evaluation", "by": "alice"})
+        said = await job.handle.execute_update("answer", {"decision": "deny", "node": "n2", "reason": "evaluation", "by": "alice"})
         assert said.startswith("it stays on n2 until ")
         await job.handle.signal("force_retry")
         state = await job.until_phase(Phase.RUNNING, 2)
@@ -143,7 +143,7 @@ async def test_whoever_shares_a_suspect_leaves_it_at_a_checkpoint_and_it_is_exam
         assert nodes_of(moved) == ["n2"] and (moved.restarts_spent, moved.incidents) == (0, ())
         assert any("fleet f-" in notice and "wants n1" in notice and "checkpoint of step" in notice for notice in moved.notices)
         assert nodes_of(await one.until_phase(Phase.RUNNING, 2)) == ["n2"]
-        await until_fleet(rig, standing("n1", Standing.IN_SERVICE), "n1 back")
+        await until_fleet(rig, standing("n1", NodeStatus.IN_SERVICE), "n1 back")
         began = [upkeep for upkeep in rig.backend.upkeep if upkeep.kind == "began" and upkeep.node == "n1"]
         left = max(life.number for life in rig.backend.lives if life.node == "n1")
         assert began and all(upkeep.number > left for upkeep in began), "nothing was done to it while somebody lived there"
@@ -157,7 +157,7 @@ async def test_a_job_that_continues_as_new_still_waits_for_a_checkpoint(make_sho
         await job.until_phase(Phase.RUNNING, 1)
         await rig.fleet.signal("quarantine", DRAIN)
         for number in range(12):
-            await job.handle.signal("report", {"because": f"number {number}"})
+            await job.handle.signal("report", {"reason": f"number {number}"})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert nodes_of(state) == ["n1", "n3"]
         assert len(await job.runs()) >= 2

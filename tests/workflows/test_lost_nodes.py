@@ -36,7 +36,7 @@ async def test_S2_8_a_lost_node_that_returns_goes_on_and_nothing_was_stopped(mak
         rig.backend.cut("n2", "controller-in", "controller-out")
         state = await job.until_phase(Phase.NODE_LOST)
         assert state.lost_names == ("n2",)
-        assert "nothing is stopped" in state.because
+        assert "nothing is stopped" in state.reason
         rig.backend.heal("n2")
         state = await job.until_phase(Phase.RUNNING, 1)
         assert (state.lost, state.restarts_spent, len(state.incidents)) == ((), 0, 1)
@@ -166,7 +166,7 @@ async def test_a_node_that_a_person_declares_dead_is_replaced_at_once(make_rig: 
         rig.backend.cut("n2")
         rig.backend.lose_power("n2", down_for=3600)  # this is what the person saw
         await job.until_phase(Phase.NODE_LOST)
-        await job.handle.signal("report", {"node": "n2", "because": "no power", "by": "ada"})
+        await job.handle.signal("report", {"node": "n2", "reason": "no power", "by": "ada"})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
         assert "ada declared n2 dead: no power" in state.notices
@@ -229,7 +229,7 @@ async def test_an_independent_gang_with_a_lost_node_is_not_launched_elsewhere_ho
         job = await rig.submit(policy(hang={**HANG, "after": "3s"}), gang="independent")
         await job.until_phase(Phase.RUNNING, 1)
         rig.backend.cut("n2", "controller-in", "controller-out")
-        state = await job.until(lambda s: s.owed is not None, "a hang that waits for the lost node")
+        state = await job.until(lambda s: s.deferred_fault is not None, "a hang that waits for the lost node")
         assert (state.phase, state.generation) == (Phase.NODE_LOST, 1)
         before = len((await job.history()).events)
         rig.backend.heal("n2")
@@ -264,4 +264,4 @@ async def test_when_nobody_answers_in_time_the_job_fails(make_rig: MakeRig) -> N
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         result = await job.result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
-        assert result.because.startswith("nobody answered within 3s")
+        assert result.reason.startswith("nobody answered within 3s")

@@ -31,7 +31,7 @@ async def test_S1_7_people_are_told_when_a_job_is_given_up(make_rig: MakeRig) ->
         assert result.phase is Phase.FAILED
         ((subject, text),) = rig.backend.told
         assert subject == f"relaunch: job {result.name} has failed"
-        assert result.because in text and f"relaunch retry {result.name}" in text
+        assert result.reason in text and f"relaunch retry {result.name}" in text
 
 
 async def test_S1_7_people_are_told_when_one_of_them_is_asked_and_after_a_snooze_again(make_rig: MakeRig) -> None:
@@ -41,7 +41,7 @@ async def test_S1_7_people_are_told_when_one_of_them_is_asked_and_after_a_snooze
         await _until_told(rig.backend, 1)
         subject, text = rig.backend.told[0]
         assert subject == f"relaunch: job {state.name} waits for a person"
-        assert state.because in text and state.next.what in text and f"relaunch answer {state.name} approve|deny|snooze|take-over" in text
+        assert state.reason in text and state.next.what in text and f"relaunch answer {state.name} approve|deny|snooze|take-over" in text
         await job.handle.execute_update("answer", {"decision": "snooze", "within": "1s", "by": "ada"})
         await _until_told(rig.backend, 2)
         await job.handle.execute_update("answer", {"decision": "deny", "by": "ada"})

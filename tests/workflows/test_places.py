@@ -43,7 +43,7 @@ async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before
         job = await rig.submit(policy(FENCING), ranks=1)
         await job.until(lambda _: is_renewed(rig, "n2"), "a renewal")
         rig.backend.move("n2", 1)
-        await job.handle.signal("force_retry", {"because": "a new driver"})
+        await job.handle.signal("force_retry", {"reason": "a new driver"})
         state = await job.until_phase(Phase.RUNNING, 3)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
         assert begins(rig) == [], "generation 2 was prepared, and found n2 elsewhere"
@@ -52,7 +52,7 @@ async def test_a_gang_is_launched_elsewhere_when_the_ranks_of_the_machine_before
         assert min(begins(rig, 3)) >= max(stopped.values())
         # The first proof of n1's end is the preparation; the wait begins no earlier than the stop that came after it.
         assert min(begins(rig, 3)) >= stopped["n1"] + fence_wait(policy(FENCING).timeouts, 2).total_seconds() - 0.05
-        assert ELSEWHERE in (state.incident or state.incidents[-1]).because, "it closes as training goes on"
+        assert ELSEWHERE in (state.incident or state.incidents[-1]).reason, "it closes as training goes on"
         assert [place.generation for place in state.places] == [3]
         await job.handle.signal("cancel")
         await job.result()
@@ -64,8 +64,8 @@ async def test_a_watch_does_not_renew_nor_believe_what_answers_from_elsewhere(ma
         await job.until(lambda _: is_renewed(rig, "n2"), "a renewal")
         rig.backend.move("n2", 1)
         state = await job.until_phase(Phase.NODE_LOST)
-        assert state.because.startswith(f"n2 {ELSEWHERE}")
-        assert state.because.endswith("nothing is stopped")
+        assert state.reason.startswith(f"n2 {ELSEWHERE}")
+        assert state.reason.endswith("nothing is stopped")
         assert [(lost.node, lost.is_elsewhere) for lost in state.lost] == [("n2", True)]
         rig.backend.move("n2", 0)
         state = await job.until_phase(Phase.RUNNING, 1)
@@ -80,9 +80,9 @@ async def test_ranks_that_are_alone_are_never_launched_beside_the_machine_before
         await job.until(lambda _: is_renewed(rig, "n1"), "a renewal")
         rig.backend.move("n1", 1)
         state = await job.until_phase(Phase.WAITING_FOR_PERSON)
-        assert state.because.startswith(f"n1 {ELSEWHERE}")
+        assert state.reason.startswith(f"n1 {ELSEWHERE}")
         assert "declare-dead" in state.next.what
-        await job.handle.signal("force_retry", {"because": "go on"})
+        await job.handle.signal("force_retry", {"reason": "go on"})
         await job.until(lambda s: s.generation == 2, "the person's launch")
         await job.until(lambda _: sum(order == ("n1", 1) for order in rig.orders("stop")) > 0, "an order to stop")
         assert (ends(rig), begins(rig)) == ({}, [])
@@ -107,7 +107,7 @@ async def test_a_later_submission_does_not_believe_a_node_that_moved_under_the_e
         if fleet_ends:
             await rig.end_fleet()
         else:
-            await rig.tell_fleet("apply", {"because": "n2 has another address", "by": "ada"})
+            await rig.tell_fleet("apply", {"reason": "n2 has another address", "by": "ada"})
         second = await rig.submit(policy(FENCING), ranks=1, name="llama")
         await second.until(lambda state: state.launched_at is not None, "a launch")
         old = [life for life in rig.backend.lives if life.token.submission == submission and life.kind == "ended"]

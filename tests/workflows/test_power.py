@@ -85,7 +85,7 @@ class World:
             "fleet": self.fleet,
             "node": "n1",
             "strategy": strategy,
-            "because": "it hangs",
+            "reason": "it hangs",
             "by": "ada",
             "deadline": datetime.now(UTC) + timedelta(minutes=5),
             "level": 0,
@@ -182,7 +182,7 @@ async def test_a_person_has_the_power_of_a_node_cycled_and_it_is_proven_and_exam
         before = await world.boot()
         ended = await world.ended(power=True, approved_by="ada")
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
-        assert ended.because.startswith("n1 was power-cycled and is healthy")
+        assert ended.reason.startswith("n1 was power-cycled and is healthy")
         assert await world.boot() != before
         assert (world.cycles, world.asked) == (1, [("reboot", True)])
         history = str((await world.repairs[0].fetch_history()).to_json())
@@ -215,7 +215,7 @@ async def test_a_silent_node_has_its_power_cycled_with_its_fleets_word_and_witho
         cut(world.folder)
         refused = await world.ended(power=True, approved_by="ada")
         assert (refused.outcome, world.cycles) == ("refused", 0)
-        assert refused.because.startswith(f"fleet {world.fleet} does not let it power cycle n1")
+        assert refused.reason.startswith(f"fleet {world.fleet} does not let it power cycle n1")
         # Nobody had read a boot id, and the uptime of a local node is its machine's: the answer after it proves nothing by itself.
         repair = await world.order(power=True, approved_by="ada", deadline=datetime.now(UTC) + timedelta(seconds=40))
         await world.until(lambda: world.cycles == 1, "its power was cycled")
@@ -238,7 +238,7 @@ async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
 
 
 @pytest.mark.parametrize(
-    ("power", "because"),
+    ("power", "reason"),
     [
         pytest.param(
             ("/bin/sh", "-c", "echo Error: Unable to establish IPMI v2 session >&2; exit 1", "hunter2"),
@@ -253,18 +253,18 @@ async def test_a_reboot_that_does_not_happen_is_followed_by_a_power_cycle(
     ],
 )
 async def test_a_power_command_that_fails_is_said_in_a_sentence(
-    server: Client, tmp_path: Path, agent: Path, power: tuple[str, ...], because: str
+    server: Client, tmp_path: Path, agent: Path, power: tuple[str, ...], reason: str
 ) -> None:
     async with made(server, tmp_path, agent, power=lambda state, folder: power) as world:
         ended = await world.ended(power=True, approved_by="ada")
-        assert (ended.outcome, ended.because) == ("refused", because)
+        assert (ended.outcome, ended.reason) == ("refused", reason)
         assert "hunter2" not in str((await world.repairs[0].fetch_history()).to_json())
 
 
 async def test_a_node_without_a_power_command_is_refused_one(server: Client, tmp_path: Path, agent: Path) -> None:
     async with made(server, tmp_path, agent, power=None) as world:
         ended = await world.ended(power=True, approved_by="ada")
-        assert (ended.outcome, ended.because) == (
+        assert (ended.outcome, ended.reason) == (
             "refused",
             f"the power of n1 cannot be cycled: the file of fleet {world.fleet} gives it no power: {{cycle: [COMMAND, …]}}",
         )
@@ -283,15 +283,15 @@ async def test_a_power_command_that_does_not_end_is_ended_and_nobody_runs_it_aga
         repair = await world.order(power=True, approved_by="ada")
         await world.until_state(repair, lambda state: bool(state.attempts), "it was given up")
         state = await world.until_state(
-            repair, lambda state: state.log[-1].because == f"n1 still runs on boot id {state.boot_id}", "looked at"
+            repair, lambda state: state.log[-1].reason == f"n1 still runs on boot id {state.boot_id}", "looked at"
         )
-        assert any("sh did not end within 1 s" in one.because for one in state.log)
+        assert any("sh did not end within 1 s" in one.reason for one in state.log)
         (pid,) = (tmp_path / "ran").read_text().split()
         assert not Path("/proc", pid).exists()
         local_power.reboot(world.folder)  # it happens after all
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, world.cycles) == ("done", 1)
-        assert ended.because.startswith("n1 was rebooted and is healthy"), "by its power or not, nobody knows"
+        assert ended.reason.startswith("n1 was rebooted and is healthy"), "by its power or not, nobody knows"
 
 
 @pytest.mark.long
@@ -300,6 +300,6 @@ async def test_where_repairs_are_asked_for_the_power_is_asked_for_by_itself(serv
         repair = await world.order(approved_by="ada")
         await world.until_state(repair, lambda state: state.stage is Stage.ASKING and state.power, "a question")
         assert world.cycles == 0
-        await repair.execute_update("answer", {"decision": "approve", "by": "bo", "because": "do it"})
+        await repair.execute_update("answer", {"decision": "approve", "by": "bo", "reason": "do it"})
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, world.cycles) == ("done", 1)

@@ -71,7 +71,7 @@ async def test_S1_5_a_healthy_node_is_not_rebooted_and_the_job_fails(make_rig: M
     async with make(make_rig, FAILS) as rig:
         result = await (await rig.submit(reboot_once())).result()
         assert (result.phase, result.generation) == (Phase.FAILED, 1)
-        assert "dcgmi diag -r 2" in str([one.because for one in result.incidents[0].decisions]), "what was examined is said"
+        assert "dcgmi diag -r 2" in str([one.reason for one in result.incidents[0].decisions]), "what was examined is said"
         assert did(rig, "rebooted") == []
 
 
@@ -117,19 +117,19 @@ async def test_an_examination_whose_answer_is_lost_is_asked_for_again_and_says_w
 
 
 @pytest.mark.parametrize(
-    ("happening", "because"),
+    ("happening", "reason"),
     [
         pytest.param(RebootFails(node="n2"), "sudo: a password is required", id="the command fails"),
         pytest.param(RebootHangs(node="n2", answers=True), "boot id", id="it goes on running with the old boot id"),
         pytest.param(RebootHangs(node="n2"), "no answer to probe", id="it does not come back", marks=pytest.mark.long),
     ],
 )
-async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(make_rig: MakeRig, happening: Any, because: str) -> None:
+async def test_S1_4_a_reboot_that_comes_to_nothing_ends_and_the_ladder_goes_on(make_rig: MakeRig, happening: Any, reason: str) -> None:
     sick = Sick(node="n2", remap_pending=0, until="reboot", when="running")
     async with make(make_rig, FAILS, sick, happening) as rig:
         result = await (await rig.submit(reboot_once(timeouts={"reboot": "25s", "lease": "4s"}))).result()
         assert result.phase is Phase.FAILED
-        assert because in result.because
+        assert reason in result.reason
         assert did(rig, "rebooted") == []
 
 
@@ -143,7 +143,7 @@ async def test_a_repair_that_has_to_be_asked_for_waits_and_the_job_says_for_what
         with pytest.raises(WorkflowUpdateFailedError) as refused:
             await repair.execute_update("answer", {"decision": "perhaps"})
         assert "decision" in str(refused.value.cause)
-        await repair.execute_update("answer", {"decision": "approve", "by": "grace", "because": "nobody else is on it"})
+        await repair.execute_update("answer", {"decision": "approve", "by": "grace", "reason": "nobody else is on it"})
         assert (await job.result()).phase is Phase.SUCCEEDED
         assert did(rig, "rebooted") == [("n2", "reboot")]
         assert await questions(job) == ["asked", ""], "its page asks no longer once there is an answer"
@@ -157,17 +157,17 @@ async def questions(job: Job) -> list[str]:
     return ["asked" if "?" in message["question"] else message["question"] for message in messages]
 
 
-@pytest.mark.parametrize(("repairs", "because"), [("ask", "grace"), ("observe", "observe")])
-async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_on(make_rig: MakeRig, repairs: str, because: str) -> None:
+@pytest.mark.parametrize(("repairs", "reason"), [("ask", "grace"), ("observe", "observe")])
+async def test_what_is_denied_or_only_observed_is_not_done_and_the_ladder_goes_on(make_rig: MakeRig, repairs: str, reason: str) -> None:
     async with make(make_rig, FAILS, Sick(node="n2", remap_pending=0, until="reboot", when="running"), repairs=repairs) as rig:
         job = await rig.submit(reboot_once())
         if repairs == "ask":
             repair = await repair_of(rig, job)
             await job.until(lambda s: "?" in s.next.what, "a question")
-            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "because": "mine"})
+            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "reason": "mine"})
         result = await job.result()
         assert result.phase is Phase.FAILED
-        assert because in result.because
+        assert reason in result.reason
         assert did(rig, "began")[1:] == []
 
 
@@ -178,7 +178,7 @@ async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_
         job = await rig.submit(reboot_once())
         repair = await repair_of(rig, job)
         await job.until(lambda s: "?" in s.next.what, "a question")
-        await job.handle.signal("cancel", {"because": "enough"})
+        await job.handle.signal("cancel", {"reason": "enough"})
         assert (await job.result()).phase is Phase.CANCELLED
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, did(rig, "rebooted")) == ("refused", [])
@@ -186,7 +186,7 @@ async def test_a_cancel_before_the_order_stops_the_repair_and_one_after_it_lets_
         job = await rig.submit(reboot_once())
         repair = await repair_of(rig, job)
         await job.until(lambda _: ("n2", "reboot") in did(rig, "began"), "an order to reboot")
-        await job.handle.signal("cancel", {"because": "enough"})
+        await job.handle.signal("cancel", {"reason": "enough"})
         assert (await job.result()).phase is Phase.CANCELLED
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
@@ -205,7 +205,7 @@ async def test_a_job_that_meets_a_node_at_which_somebody_works_takes_another_or_
             state = await job.until_phase(Phase.RUNNING)
             assert [slot.node for slot in state.slots] == ["n1", "n3"]
         else:
-            state = await job.until(lambda s: s.phase is Phase.QUEUED and "a person" in s.because, "told who works at n2")
+            state = await job.until(lambda s: s.phase is Phase.QUEUED and "a person" in s.reason, "told who works at n2")
         checking.cancel()
         if not others:
             state = await job.until_phase(Phase.RUNNING)
@@ -223,7 +223,7 @@ async def test_a_node_is_never_repaired_by_two_nor_while_ranks_run_on_it(make_ri
             fleet=fleet,
             node="n2",
             strategy=Strategy.REBOOT_NODE,
-            because="a person wants it",
+            reason="a person wants it",
             by="grace",
             deadline=datetime.now(UTC) + timedelta(minutes=1),
             approved_by="grace",
@@ -232,7 +232,7 @@ async def test_a_node_is_never_repaired_by_two_nor_while_ranks_run_on_it(make_ri
             "NodeRepair", order, id=f"repair/{fleet}/n2", task_queue=rig.queue, result_type=NodeRepairResult
         )
         assert ended.outcome == "refused"
-        assert job.handle.id.removeprefix("job/") in ended.because, "it names who uses the node"
+        assert job.handle.id.removeprefix("job/") in ended.reason, "it names who uses the node"
         assert did(rig, "began", "rebooted") == []
         await job.handle.signal("cancel")
         await job.result()

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from relaunch.job.state import Phase
-from relaunch.pool.state import Standing
+from relaunch.pool.state import NodeStatus
 from tests.fakes.nodes import Exit, Progress, Script, Sick
 from tests.fakes.nodes.health import bus_id
 from tests.workflows.claimants import until_fleet
@@ -29,10 +29,10 @@ async def test_a_reset_that_a_job_orders_of_a_node_it_shares_is_refused_and_come
         assert [slot.node for slot in moved.slots] == ["n2"] and moved.restarts_spent == 0
         state = await one.until(lambda s: s.phase is Phase.RUNNING and s.generation > 1, "running again")
         incident = state.incident or state.incidents[-1]
-        assert any(f"job {moved.name} has a part of n1 too, and was asked to leave it by " in one.because for one in incident.decisions)
+        assert any(f"job {moved.name} has a part of n1 too, and was asked to leave it by " in one.reason for one in incident.decisions)
         fleet = await until_fleet(
             rig,
-            lambda found: any(node.name == "n1" and node.standing is Standing.IN_SERVICE and node.verdict for node in found.nodes),
+            lambda found: any(node.name == "n1" and node.standing is NodeStatus.IN_SERVICE and node.verdict for node in found.nodes),
             "n1 treated",
         )
         assert not any(node.told for node in fleet.nodes)

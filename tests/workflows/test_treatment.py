@@ -105,7 +105,7 @@ class World:
             "fleet": self.fleet,
             "node": "n1",
             "strategy": strategy,
-            "because": "3 jobs failed on it",
+            "reason": "3 jobs failed on it",
             "by": f"fleet {self.fleet}",
             "deadline": datetime.now(UTC) + timedelta(hours=2),
             **changes,
@@ -128,7 +128,7 @@ class World:
         signal, message = self.told.messages[-1] if self.told.messages else ("repair_ended", {**asdict(result), "job": ""})
         assert signal == "repair_ended", "whatever the end, the fleet is told"
         assert (message["node"], message["outcome"], message["verdict"]) == (result.node, result.outcome, result.verdict)
-        assert message["because"] == result.because
+        assert message["reason"] == result.reason
         return result
 
     @property
@@ -210,7 +210,7 @@ async def test_a_healthy_node_is_examined_and_left_as_it_is(server: Client, repa
         ended = await one.end_of(repair)
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
         assert "## Examination of n1" in str(await repair.query("__temporal_workflow_metadata"))
-        assert ended.because.startswith("n1 was examined and is healthy; nothing was repaired: ")
+        assert ended.reason.startswith("n1 was examined and is healthy; nothing was repaired: ")
         assert one.did == ["diagnose"]
         assert one.told.signals == ["repair_began", "repair_ended"]
         assert one.told.messages[0][1]["workflow"] == f"repair/{one.fleet}/n1"
@@ -234,28 +234,28 @@ async def test_a_node_gets_what_its_examination_calls_for_and_then_what_comes_ab
 ) -> None:
     async with world(skipping.client, sick) as one:
         ended = await one.ended()
-        assert (ended.outcome, ended.verdict) == (outcome, verdict), ended.because
+        assert (ended.outcome, ended.verdict) == (outcome, verdict), ended.reason
         assert [command for command in one.did if command != "diagnose"] == did
         assert one.did[0] == "diagnose"
         assert one.told.requests == requests
 
 
 @pytest.mark.parametrize(
-    ("happening", "because"),
+    ("happening", "reason"),
     [
         pytest.param(Cut(node="n1", when="first_call"), "n1 does not answer", id="it is silent"),
         pytest.param(Sick(node="n1", nvml_unreadable="NVML did not answer"), "NVML did not answer", id="NVML is"),
     ],
 )
 async def test_nothing_is_done_to_a_node_that_can_never_be_examined(
-    skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch, happening: Happening, because: str
+    skipping: WorkflowEnvironment, monkeypatch: pytest.MonkeyPatch, happening: Happening, reason: str
 ) -> None:
     monkeypatch.setattr(relaunch.activities.examine, "PROBE_AGAIN", 0.01)
     async with world(skipping.client, happening) as one:
         begun = await skipping.get_current_time()
         ended = await one.ended()
         assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
-        assert "after 4 examinations" in ended.because and because in ended.because
+        assert "after 4 examinations" in ended.reason and reason in ended.reason
         assert await skipping.get_current_time() - begun >= timedelta(minutes=6)
         assert set(one.did) <= {"diagnose"} and one.told.signals == ["repair_began", "repair_ended"]
 
@@ -274,7 +274,7 @@ async def test_who_only_observes_is_told_how_the_node_is_and_what_would_have_bee
     async with world(server, BY_RESET, repairs="observe") as one:
         ended = await one.ended()
         assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNHEALTHY)
-        assert ended.because.startswith("repairs: observe; it would have been allowed to reset GPU ")
+        assert ended.reason.startswith("repairs: observe; it would have been allowed to reset GPU ")
         assert one.did == ["diagnose"] and one.told.requests == []
 
 
@@ -287,9 +287,9 @@ async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick:
         await repair.execute_update("answer", {"decision": "approve", "by": "grace"})
         if sick is BY_REBOOT:
             await one.until_asked(repair, Strategy.REBOOT_NODE)
-            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "because": "mine"})
+            await repair.execute_update("answer", {"decision": "deny", "by": "grace", "reason": "mine"})
             ended = await one.end_of(repair)
-            assert (ended.outcome, ended.verdict, ended.because) == ("refused", Verdict.UNHEALTHY, "grace said no: mine")
+            assert (ended.outcome, ended.verdict, ended.reason) == ("refused", Verdict.UNHEALTHY, "grace said no: mine")
         else:
             ended = await one.end_of(repair)
             assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)
@@ -303,7 +303,7 @@ async def test_a_reset_that_its_tool_refuses_is_no_treatment_and_the_node_is_exa
 
     async with world(skipping.client, lost, ResetFails(node="n1")) as one:
         ended = await one.ended()
-        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.because
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.reason
         assert one.did == ["diagnose", "reset-gpus", "diagnose", "reboot", "diagnose"]
 
 
@@ -318,7 +318,7 @@ async def test_a_cancelled_examination_ends_at_once(server: Client) -> None:
         await repair.cancel()
         ended = await one.end_of(repair)
         assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
-        assert ended.because.startswith("cancelled: ")
+        assert ended.reason.startswith("cancelled: ")
 
 
 # --- the fleet's permission
@@ -329,7 +329,7 @@ async def test_what_the_fleet_does_not_permit_is_not_done(server: Client, strate
     async with world(server, BY_RESET, answers=forbids) as one:
         ended = await one.ended(strategy)
         assert ended.outcome == "refused"
-        assert ended.because.endswith(": its breaker is open") and f"fleet {one.fleet} does not let it" in ended.because
+        assert ended.reason.endswith(": its breaker is open") and f"fleet {one.fleet} does not let it" in ended.reason
         assert not {"reset-gpus", "reboot"} & set(one.did)
 
 
@@ -369,7 +369,7 @@ async def test_a_fleet_that_never_answers_is_asked_again_until_the_deadline_and_
         deadline = await skipping.get_current_time() + timedelta(minutes=18)
         ended = await one.ended(strategy, deadline=deadline)
         assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
-        assert f"it did not answer until {deadline:%H:%M} UTC" in ended.because
+        assert f"it did not answer until {deadline:%H:%M} UTC" in ended.reason
         assert [seq for seq, _ in one.told.requests] == [1, 1, 1, 1]
         assert one.did == []
 
@@ -395,7 +395,7 @@ async def test_after_a_permission_that_came_late_the_node_is_looked_at_again(ski
         assert one.told.requests == [(1, "reset"), (1, "reset")]
         probes = [call.command for call in one.backend.calls if call.command in ("probe", "reset-gpus")]
         if used:
-            assert ended.outcome == "refused" and "n1 is in use: diagnose of a person holds it" in ended.because
+            assert ended.outcome == "refused" and "n1 is in use: diagnose of a person holds it" in ended.reason
             assert probes == ["probe", "probe"]
         else:
             assert (ended.outcome, probes) == ("done", ["probe", "probe", "reset-gpus", "probe"])
@@ -416,7 +416,7 @@ async def test_a_repair_that_waits_for_its_fleet_can_be_cancelled(server: Client
         await one.until_next(repair, "it waits for the permission")
         await repair.cancel()
         ended = await one.end_of(repair)
-        assert ended.outcome == "refused" and ended.because.startswith("cancelled: ")
+        assert ended.outcome == "refused" and ended.reason.startswith("cancelled: ")
         assert one.did == ["diagnose"]
 
 
@@ -428,7 +428,7 @@ async def test_a_fleet_that_cannot_be_told_keeps_no_repair_from_ending_and_nothi
     async with world(skipping.client, BY_RESET, deaf=True) as one:
         deadline = await skipping.get_current_time() + timedelta(minutes=12)
         ended = await one.ended(deadline=deadline)
-        assert ended.outcome == "refused" and "does not let it reset GPU" in ended.because
+        assert ended.outcome == "refused" and "does not let it reset GPU" in ended.reason
         assert one.did == ["diagnose"]
 
 
@@ -450,7 +450,7 @@ async def test_a_node_that_nobody_knows_is_not_repaired(server: Client) -> None:
             repair = await one.order(**changes)
             ended = await asyncio.wait_for(repair.result(), PATIENCE)
             assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
-            assert changes.popitem()[1] in ended.because
+            assert changes.popitem()[1] in ended.reason
         assert one.told.signals == ["repair_ended"], "who ordered it waits for its end"
         assert one.did == []
 
@@ -458,14 +458,14 @@ async def test_a_node_that_nobody_knows_is_not_repaired(server: Client) -> None:
 async def test_a_fleet_whose_repairs_are_paused_is_waited_for_and_wants_to_be_asked_anew_afterwards(make_rig: MakeRig) -> None:
     async with make_rig(Script((BY_RESET,)), gpus=1, name=f"f-{uuid.uuid4().hex[:8]}") as rig:
         one = World(rig.client, rig.queue, rig.fleets.known.name, rig.backend, Told(rig.client, rig.fleets.known.name, says_nothing))
-        await rig.tell_fleet("pause", {"because": "an audit", "by": "grace"})
+        await rig.tell_fleet("pause", {"reason": "an audit", "by": "grace"})
         repair = await one.order(by="ada")
         await one.until_next(repair, f"it waits for the permission of fleet {one.fleet} to reset GPU")
         await until_fleet(rig, lambda fleet: bool(fleet.requests), "was asked for the permission")
         assert one.did == ["diagnose"]
-        await rig.tell_fleet("resume", {"because": "it is over", "by": "grace"})
+        await rig.tell_fleet("resume", {"reason": "it is over", "by": "grace"})
         ended = await asyncio.wait_for(repair.result(), PATIENCE)
-        assert ended.outcome == "refused" and f"fleet {one.fleet} does not let it reset GPU" in ended.because
+        assert ended.outcome == "refused" and f"fleet {one.fleet} does not let it reset GPU" in ended.reason
         assert one.did == ["diagnose"]
         ended = await asyncio.wait_for((await one.order(by="ada")).result(), PATIENCE)
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY)

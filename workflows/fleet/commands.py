@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.messages.jobs import REPAIR_ID_PREFIX, NodeRepairInput
     from relaunch.pool.facts import Remembered
     from relaunch.pool.orders import Look, Reclaim, StartRepair
-    from relaunch.pool.state import NodeLook
+    from relaunch.pool.state import NodeProbe
     from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
 
 ASK_WITHIN = timedelta(minutes=2)
@@ -92,10 +92,10 @@ async def closed_jobs(fleet: str, claims: tuple[tuple[str, int], ...]) -> tuple[
     )
 
 
-async def look(fleet: str, order: Look) -> tuple[NodeLook, ...] | None:
+async def look(fleet: str, order: Look) -> tuple[NodeProbe, ...] | None:
     return await _answer(
         workflow.execute_activity_method(
-            FleetActivities.look_at_nodes,
+            FleetActivities.probe_nodes,
             LookInput(fleet, order.nodes, order.read),
             start_to_close_timeout=ASK_WITHIN,
             schedule_to_close_timeout=ASK_WITHIN,
@@ -139,7 +139,7 @@ async def _started(fleet: str, order: StartRepair) -> bool:
                 fleet=fleet,
                 node=order.node,
                 strategy=order.strategy,
-                because=order.because,
+                reason=order.reason,
                 by=f"fleet {fleet}",
                 deadline=workflow.now() + REPAIR_WITHIN,
                 gpus=order.gpus,
@@ -147,7 +147,7 @@ async def _started(fleet: str, order: StartRepair) -> bool:
             ),
             id=f"{REPAIR_ID_PREFIX}{fleet}/{order.node}",
             parent_close_policy=ParentClosePolicy.ABANDON,
-            static_summary=f"repair of {order.node}: {order.because}"[:200],
+            static_summary=f"repair of {order.node}: {order.reason}"[:200],
         )
     except WorkflowAlreadyStartedError:
         return False

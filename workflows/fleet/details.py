@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from relaunch.pool.inventory import used_by
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, Standing
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.workflows.search_attributes import DETAILS_LIMIT
 
 MOST_SHOWN = 16
 """Of each list; the query `state` has all. Together they stay within what the server takes."""
 LONGEST = 240
 """Letters of a reason."""
-HOW_TO_RESUME = '`relaunch nodes resume --because …`, or the signal `resume` `{"because": "…", "by": "you"}` from this page'
+HOW_TO_RESUME = '`relaunch nodes resume --reason …`, or the signal `resume` `{"reason": "…", "by": "you"}` from this page'
 
 
 def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_next: str) -> str:
@@ -25,8 +25,8 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         doing: What is under way, a clause each.
         what_next: As the query `next` says it.
     """
-    out = [node for node in state.nodes if node.standing is not Standing.IN_SERVICE]
-    odd = [node for node in state.nodes if node.standing is Standing.IN_SERVICE and _odd(node)]
+    out = [node for node in state.nodes if node.standing is not NodeStatus.IN_SERVICE]
+    odd = [node for node in state.nodes if node.standing is NodeStatus.IN_SERVICE and _odd(node)]
     waiting = [record for record in state.claims if record.waits]
     using = [record for record in state.claims if record.places]
     lines = [f"## {_summary(state, out, odd, using, waiting)}", ""]
@@ -39,7 +39,7 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
     gpus = [f"**{node.name}** {said}" for node in state.nodes if (said := _gpus(node))]
     lines += _section("GPUs that strangers use, that are missing or cannot be read", gpus)
     lines += _section("Waiting for nodes", [_waiting_line(record) for record in waiting])
-    asked = [f"{one.node}: {one.step} since {_clock(one.asked_at)} by `{one.workflow}`: {_cut(one.because)}" for one in state.requests]
+    asked = [f"{one.node}: {one.step} since {_clock(one.asked_at)} by `{one.workflow}`: {_cut(one.reason)}" for one in state.requests]
     open_offers = [one for one in state.offers if one.places]
     offers = [f"{_some([place.node for place in one.places])} offered to job {one.job} until {_clock(one.until)}" for one in open_offers]
     lines += _section("Offered to jobs that would take more", offers)
@@ -52,10 +52,10 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
         "",
         "Send a signal from this page (one JSON object):",
         "",
-        '- `quarantine` `{"node": "n2", "because": "…", "by": "you", "drain": true, "within": "30m"}` nobody new gets n2; `drain`: whoever'
+        '- `quarantine` `{"node": "n2", "reason": "…", "by": "you", "drain": true, "within": "30m"}` nobody new gets n2; `drain`: whoever'
         " is on it leaves",
-        '- `release` `{"node": "n2", "because": "…", "by": "you"}` n2 is in service again: you vouch for it',
-        '- `pause` and `resume` `{"because": "…", "by": "you"}` stop all repairs; resume also closes the breaker',
+        '- `release` `{"node": "n2", "reason": "…", "by": "you"}` n2 is in service again: you vouch for it',
+        '- `pause` and `resume` `{"reason": "…", "by": "you"}` stop all repairs; resume also closes the breaker',
         "- `apply` reads the fleet file again now",
     ]
     text = "\n".join(lines)
@@ -66,7 +66,7 @@ def _summary(
     state: FleetState, out: Sequence[NodeRecord], odd: Sequence[NodeRecord], using: Sequence[ClaimRecord], waiting: Sequence[ClaimRecord]
 ) -> str:
     parts = [f"{len(state.nodes)} nodes"]
-    for standing in (Standing.SUSPECT, Standing.REPAIRING, Standing.QUARANTINED):
+    for standing in (NodeStatus.SUSPECT, NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
         if count := sum(node.standing is standing for node in out):
             parts.append(f"{count} {standing}")
     if odd:
@@ -80,7 +80,7 @@ def _stands_still(state: FleetState) -> list[str]:
     lines: list[str] = []
     if breaker.is_open:
         lines += [
-            f"**THE BREAKER IS OPEN{_since(breaker.since)}** {_cut(breaker.because)}. Nothing is granted and nothing is repaired"
+            f"**THE BREAKER IS OPEN{_since(breaker.since)}** {_cut(breaker.reason)}. Nothing is granted and nothing is repaired"
             f" until somebody closes it: {HOW_TO_RESUME}.",
             "",
         ]
@@ -104,7 +104,7 @@ def _odd(node: NodeRecord) -> bool:
 
 def _out_line(node: NodeRecord) -> str:
     by = f" by {node.by}" if node.by else ""
-    return f"**{node.name}** {node.standing}{_since(node.since)}{by}: {_cut(node.because)}{_more(node)}"
+    return f"**{node.name}** {node.standing}{_since(node.since)}{by}: {_cut(node.reason)}{_more(node)}"
 
 
 def _odd_line(node: NodeRecord) -> str:
@@ -117,8 +117,8 @@ def _gpus(node: NodeRecord) -> str:
     if node.inventory.unreadable:
         return f"GPUs unreadable, and given unseen: {_cut(node.inventory.unreadable)}"
     # A suspect has it as its reason.
-    lacks = node.short if node.standing is Standing.IN_SERVICE else ""
-    return "; ".join(_cut(part) for part in (lacks, used_by(node.strangers)) if part)
+    lacks = node.short if node.standing is NodeStatus.IN_SERVICE else ""
+    return "; ".join(_cut(part) for part in (lacks, used_by(node.foreign_processes)) if part)
 
 
 def _more(node: NodeRecord) -> str:
@@ -130,7 +130,7 @@ def _more(node: NodeRecord) -> str:
     if node.repair:
         parts.append(f"repair `{node.repair}`")
     if node.drain is not None:
-        parts.append(f"jobs leave it until {_clock(node.drain.until)} ({node.drain.by}: {_cut(node.drain.because)})")
+        parts.append(f"jobs leave it until {_clock(node.drain.until)} ({node.drain.by}: {_cut(node.drain.reason)})")
     elif node.leave is not None and node.told:
         parts.append(f"{_some(node.told)} asked to leave it by {_clock(node.leave.until)}, so that it can be examined")
     return "".join(f"; {part}" for part in parts)

@@ -33,7 +33,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.messages.jobs import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
     from relaunch.pool.facts import Applied, Fact, JobsClosed, JobsFound, Looked, Reclaimed, Rejected
     from relaunch.pool.orders import AskToClaim, AskToLeave, Look, Order, Reclaim, StartRepair, TellJob, TellOffer, TellRepair
-    from relaunch.pool.restore import is_remembering
+    from relaunch.pool.restore import is_restoring
     from relaunch.pool.scheduler import SWEEP, learn, next_wake, settle
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
@@ -78,7 +78,7 @@ class Fleet:
             self._learn()
             if self._state.awaited is None:
                 self._ask(FIND, self._find_jobs)
-            if self._state.nodes and is_remembering(self._state, workflow.now()):
+            if self._state.nodes and is_restoring(self._state, workflow.now()):
                 self._ask(REMEMBER, self._remember)
             if self._check_due() <= workflow.now():
                 self._checked_at, self._check_asked = workflow.now(), False
@@ -179,7 +179,7 @@ class Fleet:
             if not self._state.applied:  # whoever asks is told that there are no nodes
                 self._inbox.append(Applied("observe", (), FleetLimits()))
             self._file_wrong = found.wrong
-        if self._state.restore_error and not is_remembering(self._state, workflow.now()):
+        if self._state.restore_error and not is_restoring(self._state, workflow.now()):
             await self._remember()  # a worker that was busy or away may be able to say it by now
         if self._state.awaited:  # one that has ended meanwhile never says what it holds
             await self._find_jobs()
@@ -286,27 +286,27 @@ class Fleet:
     def repair_ended(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("repair_ended", message, repair_ended_fact))
 
-    @workflow.signal(description='Give a node to nobody: {"node": "n2", "because", "by", "drain": false, "within": "30m"}.')
+    @workflow.signal(description='Give a node to nobody: {"node": "n2", "reason", "by", "drain": false, "within": "30m"}.')
     def quarantine(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("quarantine", message, quarantine_fact))
 
-    @workflow.signal(description='Take a node into service again; you vouch for it: {"node": "n2", "because", "by"}.')
+    @workflow.signal(description='Take a node into service again; you vouch for it: {"node": "n2", "reason", "by"}.')
     def release(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("release", message, release_fact))
 
-    @workflow.signal(description='Vouch that nothing of jobs that have ended runs on a node: {"node": "n2", "because", "by"}.')
+    @workflow.signal(description='Vouch that nothing of jobs that have ended runs on a node: {"node": "n2", "reason", "by"}.')
     def declare_dead(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("declare_dead", message, dead_fact))
 
-    @workflow.signal(description='Stop all repairs, until `resume`: {"because", "by"}, all optional.')
+    @workflow.signal(description='Stop all repairs, until `resume`: {"reason", "by"}, all optional.')
     def pause(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("pause", message, pause_fact))
 
-    @workflow.signal(description='End a pause and close the breaker: {"because", "by"}, all optional.')
+    @workflow.signal(description='End a pause and close the breaker: {"reason", "by"}, all optional.')
     def resume(self, message: Any = None, *_more: Any) -> None:
         self._inbox.append(read("resume", message, resume_fact))
 
-    @workflow.signal(description='Read the fleet file again now: {"because", "by"}, all optional.')
+    @workflow.signal(description='Read the fleet file again now: {"reason", "by"}, all optional.')
     def apply(self, message: Any = None, *_more: Any) -> None:
         said = read("apply", message, apply_message)
         if isinstance(said, Rejected):
@@ -324,12 +324,12 @@ class Fleet:
         if not state.applied:
             return "the fleet file is read"
         if state.breaker.is_open:
-            return f"nothing, until somebody closes the breaker: {state.breaker.because}"
+            return f"nothing, until somebody closes the breaker: {state.breaker.reason}"
         if state.awaited is None:
             return "it is found out which jobs run"
         if state.awaited:
             return f"{len(state.awaited)} jobs are asked what they hold, before anything is granted"
-        if is_remembering(state, workflow.now()):
+        if is_restoring(state, workflow.now()):
             return "the run before this one is asked which nodes are out of service, before anything is granted"
         if not state.begun:
             return "every node is looked at once, before anything is granted"

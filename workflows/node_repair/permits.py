@@ -83,7 +83,7 @@ class Permits:
         self,
         step: Literal["reset", "reboot"],
         what: str,
-        because: str,
+        reason: str,
         until: datetime,
         heard: Callable[[], bool],
         show: Callable[[], None],
@@ -96,7 +96,7 @@ class Permits:
         Args:
             step: What it is to the fleet's limits.
             what: In words.
-            because: Why.
+            reason: Why.
             until: When no answer is one.
             heard: Whether somebody has said something meanwhile.
             show: Called when the wait begins.
@@ -120,7 +120,7 @@ class Permits:
             self._seq,
             self._node,
             step,
-            because,
+            reason,
             asked_at,
             power=power,
             restarts=restarts,
@@ -137,17 +137,17 @@ class Permits:
         if self._answer is None:
             return Permitted(False, f"it did not answer until {until:%H:%M} UTC")
         if not self._answer.allowed:
-            return Permitted(False, self._answer.because)
+            return Permitted(False, self._answer.reason)
         if workflow.now() - asked_at <= SOON:
             return None
         self._lasts = what, workflow.now() + LASTS
-        return Permitted(True, self._answer.because)
+        return Permitted(True, self._answer.reason)
 
-    async def why_not(self, because: str, heard: Callable[[], bool], show: Callable[[], None], job: str) -> str:
+    async def why_not(self, reason: str, heard: Callable[[], bool], show: Callable[[], None], job: str) -> str:
         """Ask what speaks against a repair that will not be; empty: nothing does, or nobody says so in time."""
         until = workflow.now() + TELL_WITHIN
-        await self.ask("reset", "know who else has the node", because, until, heard, show, job=job)
-        return self._answer.because if self._answer is not None and not self._answer.allowed else ""
+        await self.ask("reset", "know who else has the node", reason, until, heard, show, job=job)
+        return self._answer.reason if self._answer is not None and not self._answer.allowed else ""
 
     async def _answered(self, until: datetime, heard: Callable[[], bool]) -> None:
         left = max(timedelta(0), min(ASK_AGAIN, until - workflow.now()))

@@ -92,14 +92,14 @@ class NodeRepair:
         if unknown:
             return await self._ended(Finish("refused", Verdict.UNKNOWN, unknown))
         info = workflow.info()
-        began = RepairBegan(start.node, info.workflow_id, info.run_id, start.by, start.because)
+        began = RepairBegan(start.node, info.workflow_id, info.run_id, start.by, start.reason)
         await self._carried_out(self._fleet.tell("repair_began", began))
         try:
             if start.strategy is None:
-                course = Course(start.node, start.because, power=self._terms.power, after_reboot=start.after_reboot)
+                course = Course(start.node, start.reason, power=self._terms.power, after_reboot=start.after_reboot)
                 end = await self._treated(course)
             else:
-                end = await self._repaired(start.strategy, start.gpus, start.because, power=start.power)
+                end = await self._repaired(start.strategy, start.gpus, start.reason, power=start.power)
         except BaseException as error:
             if workflow.is_failure_exception(error):
                 await self._ended(Finish("ambiguous", Verdict.UNKNOWN, f"the repair failed: {error}"))
@@ -108,9 +108,9 @@ class NodeRepair:
 
     async def _ended(self, end: Finish) -> NodeRepairResult:
         start, info = self._start, workflow.info()
-        ended = RepairEnded(start.node, info.workflow_id, info.run_id, start.by, start.job, end.outcome, end.verdict, end.because)
+        ended = RepairEnded(start.node, info.workflow_id, info.run_id, start.by, start.job, end.outcome, end.verdict, end.reason)
         await self._carried_out(self._fleet.tell("repair_ended", ended, LAST_WORD))
-        return NodeRepairResult(start.node, end.outcome, end.because, end.verdict)
+        return NodeRepairResult(start.node, end.outcome, end.reason, end.verdict)
 
     async def _treated(self, course: Course) -> Finish:
         """Examine the node, and do what that calls for, until it is healthy or nothing is left to do."""
@@ -118,10 +118,10 @@ class NodeRepair:
             cancels = [fact for fact in self._told if isinstance(fact, CancelAsked)]
             self._told.clear()
             if cancels and not course.cancelled:
-                course = replace(course, cancelled=cancels[0].because)
+                course = replace(course, cancelled=cancels[0].reason)
             self._course = course
             step = self._step = next_treatment(course, self._start.deadline - workflow.now())
-            workflow.logger.info("%s: %s", step.kind, step.because)
+            workflow.logger.info("%s: %s", step.kind, step.reason)
             workflow.set_current_details(course_details(course, step, self._start.by, self._start.deadline))
             match step:
                 case Finish():
@@ -132,13 +132,13 @@ class NodeRepair:
                     if health is not None:
                         course = examined(course, health, workflow.now())
                 case Treat():
-                    end = await self._repaired(step.strategy, step.gpus, step.because, power=step.power)
+                    end = await self._repaired(step.strategy, step.gpus, step.reason, power=step.power)
                     assert self._state is not None
                     course = treated(course, self._state, end, workflow.now())
                 case _:
                     assert_never(step)
 
-    async def _repaired(self, strategy: Strategy, gpus: tuple[str, ...], because: str, *, power: bool = False) -> Finish:
+    async def _repaired(self, strategy: Strategy, gpus: tuple[str, ...], reason: str, *, power: bool = False) -> Finish:
         """Carry out one strategy, from its first look to the examination that proves it."""
         start = self._start
         last = self._state.health if self._state is not None else None
@@ -149,7 +149,7 @@ class NodeRepair:
             node=start.node,
             strategy=strategy,
             gpus=gpus,
-            because=because,
+            reason=reason,
             by=start.by,
             rules=RepairRules(
                 mode=self._terms.repairs,
@@ -170,7 +170,7 @@ class NodeRepair:
         while True:
             self._learn()
             step = self._step = next_step(self._state, workflow.now())
-            workflow.logger.info("%s: %s", step.kind, step.because)
+            workflow.logger.info("%s: %s", step.kind, step.reason)
             self._show()
             if isinstance(step, Finish):
                 return await self._said_by_fleet(step)
@@ -182,8 +182,8 @@ class NodeRepair:
         assert state is not None
         if not job or end.outcome != "refused" or state.attempts or state.health is None or not state.health.busy:
             return end
-        why = await self._carried_out(self._fleet.why_not(state.because, lambda: bool(self._told), self._show, job))
-        return replace(end, because=f"{end.because}; {why}") if why else end
+        why = await self._carried_out(self._fleet.why_not(state.reason, lambda: bool(self._told), self._show, job))
+        return replace(end, reason=f"{end.reason}; {why}") if why else end
 
     def _show(self) -> None:
         assert self._state is not None
@@ -238,7 +238,7 @@ class NodeRepair:
         return await self._fleet.ask(
             kind,
             order_of(self._state),
-            step.because,
+            step.reason,
             self._state.deadline,
             lambda: bool(self._told),
             self._show,
@@ -254,8 +254,8 @@ class NodeRepair:
                 summary = f"reset {what} of {self._start.node}"
                 return await self._order("reset-gpus", step.within, summary, boot_id=step.boot_id, gpus=step.gpus)
             case Reboot():
-                why = step.because
-                return await self._order("reboot", REBOOT_WITHIN, f"reboot {self._start.node}", boot_id=step.boot_id, because=why)
+                why = step.reason
+                return await self._order("reboot", REBOOT_WITHIN, f"reboot {self._start.node}", boot_id=step.boot_id, reason=why)
             case PowerCycle():
                 return await self._order("power-cycle", step.within, f"cycle the power of {self._start.node}")
             case _:
@@ -265,7 +265,7 @@ class NodeRepair:
         """Examine the node, as `nodes check` does; None: it was cancelled before that said anything."""
         start = self._start
         try:
-            if step.after and await self._until(workflow.now() + step.after, step.because):
+            if step.after and await self._until(workflow.now() + step.after, step.reason):
                 return None
             left = max(timedelta(seconds=1), start.deadline - workflow.now())
             within = min(DIAGNOSE_WITHIN.get(start.level, timedelta(0)) + PROBING, left)
@@ -312,12 +312,12 @@ class NodeRepair:
         boot_id: str = "",
         gpus: tuple[str, ...] = (),
         level: int = 0,
-        because: str = "",
+        reason: str = "",
         kernel_since: timedelta | None = None,
     ) -> Fact:
         assert self._state is not None
         acts = verb in ("reset-gpus", "reboot", "power-cycle")
-        order = RepairOrder(self._start.fleet, self._start.node, self._state.id, verb, within, boot_id, gpus, level, because, kernel_since)
+        order = RepairOrder(self._start.fleet, self._start.node, self._state.id, verb, within, boot_id, gpus, level, reason, kernel_since)
         try:
             return await workflow.execute_activity_method(
                 NodeActivities.order_repair,
@@ -335,7 +335,7 @@ class NodeRepair:
     # --- waiting
 
     async def _sleep(self, step: LookAgain) -> Fact:
-        await self._until(workflow.now() + step.after, step.because)
+        await self._until(workflow.now() + step.after, step.reason)
         return Slept()
 
     async def _ask(self, step: AskPerson) -> Fact:
@@ -369,10 +369,10 @@ class NodeRepair:
 
     # --- what people send
 
-    @workflow.update(description='Answer what this repair asks: {"decision": "approve" | "deny", "because": "…", "by": "…"}.')
+    @workflow.update(description='Answer what this repair asks: {"decision": "approve" | "deny", "reason": "…", "by": "…"}.')
     async def answer(self, message: Any = None, *_more: Any) -> str:
         answered = AnswerMessage.model_validate(message)
-        self._told.append(Answered(answered.decision == "approve", answered.by, answered.because))
+        self._told.append(Answered(answered.decision == "approve", answered.by, answered.reason))
         return "approved" if answered.decision == "approve" else "denied"
 
     @answer.validator
@@ -406,4 +406,4 @@ class NodeRepair:
     def _what(self) -> str:
         if self._step is None:
             return "the repair begins"
-        return f"{self._step.kind}: {self._fleet.waits or self._step.because}"
+        return f"{self._step.kind}: {self._fleet.waits or self._step.reason}"

@@ -140,7 +140,7 @@ class Claims:
                 await self._ask(keep, excluded)
                 continue
             is_hopeless = grant.kind in ("hopeless", "behind")
-            self._tell(NodesMissing(grant.because, hopeless=is_hopeless))
+            self._tell(NodesMissing(grant.reason, hopeless=is_hopeless))
             if is_hopeless:
                 return ()
             if grant.kind == "yield":
@@ -148,7 +148,7 @@ class Claims:
             if grant.kind == "yield" or not waits:
                 # It may wait for hours, and nobody watches ranks meanwhile.
                 if alive := self._job().maybe_alive:
-                    self._tell(await commands.prove_gone(self._job(), decision.generation - 1, alive, "stop what waits for nodes"))
+                    self._tell(await commands.prove_stopped(self._job(), decision.generation - 1, alive, "stop what waits for nodes"))
                     await workflow.wait_condition(lambda: not self._job().maybe_alive)
                 # There is no other: a node that was only lost is as good as any once it answers again, for its old ranks are stopped first.
                 unwanted = (*left_out(self._job(), workflow.now()), *(avoided.node for avoided in self._job().avoided))
@@ -174,7 +174,7 @@ class Claims:
             self.nodes, self._wants = (), None
             await self._send(lambda seq: give_back(self._job(), seq))
 
-    async def say_again(self) -> None:
+    async def resend(self) -> None:
         """The fleet does not know, because it was begun anew."""
         if self._wants is not None:
             await self._send(self._wants)
@@ -208,7 +208,7 @@ class Claims:
         self.more_at, self._launched, self._reported = message.more_at, message.launched, message.suspects
         unknown = await self._signal("claim", message, _summary(message, job.spec.fleet))
         if unknown and self._wants is not None and message.seq == self._seq:
-            self._answers.append(Grant(job.submission, message.seq, "hopeless", because=unknown))
+            self._answers.append(Grant(job.submission, message.seq, "hopeless", reason=unknown))
 
     async def _signal(self, signal: str, message: Claim | FaultReport, summary: str) -> str:
         """Send the fleet a signal. Returns why there is no such fleet; empty: there is."""

@@ -140,11 +140,11 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
         return LaunchRefused(token.generation, refusals, started=started, places=places)
     if unreachable := tuple(node for output in outputs for node in output.unreachable):
         started = any(output.start_sent for output in outputs)
-        because = next(output.because for output in outputs if output.unreachable)
+        reason = next(output.reason for output in outputs if output.unreachable)
         # Whoever did not answer may still take the order to start, as long as it is valid.
         within = job.policy.timeouts.valid_for if started else timedelta(0)
         elsewhere = tuple(node for output in outputs for node in output.elsewhere)
-        return LaunchFailed(token.generation, unreachable, started, within, because, places, elsewhere)
+        return LaunchFailed(token.generation, unreachable, started, within, reason, places, elsewhere)
     stopped = [output.stopped_at for output in outputs if output.stopped_at is not None]
     started_at = [output.started_at for output in outputs if output.started_at is not None]
     return Launched(token.generation, max(stopped), max(started_at), places)
@@ -167,7 +167,7 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             exited={node: ranks for node, ranks in exited.items() if node in names},
             lost=tuple(node for node in job.lost_names if node in names),
             elsewhere=tuple(lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names),
-            hang_known=job.owed is not None,
+            hang_known=job.deferred_fault is not None,
             # One shard tells it for all: each that did would end its watch, and need another.
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
             progress_expected=job.furthest_step is not None or job.progress is not None,
@@ -192,7 +192,7 @@ def _first_rank(job: JobState, node: str) -> int | None:
     return next((processes_of(group, job.spec)[0] for group in groups), None)
 
 
-async def prove_gone(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
+async def prove_stopped(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
     """Stop a generation and all below it. Returns when every node is proven clean, or must have fenced; with `once`, after one try."""
     unreachable = f"; {_names(job.lost_names)} cannot be reached and must fence first" if job.lost and not once else ""
     stopped = await unless_cancelled(
@@ -250,8 +250,8 @@ async def repair(job: JobState, decision: Repair) -> RepairEnded:
     """Have every suspect repaired, each by a workflow of its own, whose id says which node it is: there is never a second one."""
     ended = await asyncio.gather(*(_repair_one(job, decision, node) for node in decision.nodes))
     worst = next((one for one in ended if one.outcome != "done"), None)
-    because = worst.because if worst else "; ".join(one.because for one in ended[:4])
-    return RepairEnded(job.generation, decision.strategy, decision.nodes, worst.outcome if worst else "done", because)
+    reason = worst.reason if worst else "; ".join(one.reason for one in ended[:4])
+    return RepairEnded(job.generation, decision.strategy, decision.nodes, worst.outcome if worst else "done", reason)
 
 
 async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairResult:
@@ -264,7 +264,7 @@ async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairR
                 node=node,
                 strategy=decision.strategy,
                 gpus=decision.gpus if node == decision.nodes[0] else (),
-                because=decision.fault.because,
+                reason=decision.fault.reason,
                 by=f"job {job.name}",
                 job=job.name,
                 level=job.policy.dcgm_level,

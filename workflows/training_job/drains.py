@@ -9,7 +9,7 @@ from datetime import datetime
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from relaunch.job.events import Event, LeaveDue
+    from relaunch.job.events import DrainDue, Event
     from relaunch.job.state import JobState, Leaving, Phase
 
 
@@ -35,8 +35,8 @@ class Leaves:
 
     async def _leave(self, leaving: Leaving) -> None:
         left = max(0.0, (leaving.until - workflow.now()).total_seconds())
-        await workflow.sleep(left, summary=f"until {leaving.node} has to be left: {leaving.because}"[:200])
+        await workflow.sleep(left, summary=f"until {leaving.node} has to be left: {leaving.reason}"[:200])
         while True:  # until it has left: what comes at the same moment may come first
             await workflow.wait_condition(lambda: self._job().phase is Phase.RUNNING)
-            self._tell(LeaveDue(leaving.node))
+            self._tell(DrainDue(leaving.node))
             await workflow.wait_condition(lambda: self._job().phase is not Phase.RUNNING)

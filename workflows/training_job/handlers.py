@@ -45,11 +45,11 @@ class Mailbox:
     _claims: Claims
     _watches: Watches
 
-    @workflow.signal(description='Stop every rank and end the job. {"because": "…", "by": "…"}, all optional.')
+    @workflow.signal(description='Stop every rank and end the job. {"reason": "…", "by": "…"}, all optional.')
     def cancel(self, message: Any = None, *_more: Any) -> None:
         self._receive("cancel", message, cancel_event)
 
-    @workflow.signal(description='Launch a new generation now. {"because", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.')
+    @workflow.signal(description='Launch a new generation now. {"reason", "by", "avoid_nodes": [], "renew_budgets": false}, all optional.')
     def force_retry(self, message: Any = None, *_more: Any) -> None:
         self._receive("force_retry", message, retry_event)
 
@@ -78,7 +78,7 @@ class Mailbox:
     def leave_node(self, message: Any = None, *_more: Any) -> None:
         self._receive("leave_node", message, leave_event)
 
-    @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "because": "…", "by": "…", "force": false}.')
+    @workflow.signal(description='Vouch for a node: {"node": "n2", "declared": "dead", "reason": "…", "by": "…", "force": false}.')
     def report(self, message: Any = None, *_more: Any) -> None:
         self._receive("report", message, lambda raw: report_event(raw, self._job))
 
@@ -95,10 +95,10 @@ class Mailbox:
         except ValidationError as error:
             self._inbox.append(MessageRejected(name, explain(error)))
 
-    @workflow.update(description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "because": "…", "by": "…"}.')
+    @workflow.update(description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, "reason": "…", "by": "…"}.')
     def change_policy(self, message: Any = None, *_more: Any) -> str:
         changed = PolicyMessage.model_validate(message or {})
-        self._inbox.append(PolicyChanged(overlay(self._job.policy, changed.policy), changed.because, changed.by))
+        self._inbox.append(PolicyChanged(overlay(self._job.policy, changed.policy), changed.reason, changed.by))
         return "the policy is in force from the next decision on"
 
     @change_policy.validator
@@ -114,7 +114,7 @@ class Mailbox:
             raise ApplicationError("policy: missing, expected the keys to change", type="BadInput", non_retryable=True)
 
     @workflow.update(
-        description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "because": "…", "by": "…", "within": "2h"}.'
+        description='Answer what it asks: {"decision": "approve|deny|snooze|take-over", "reason": "…", "by": "…", "within": "2h"}.'
         ' With {"decision": "approve|deny", "node": "n2"}: whether it leaves a node that is wanted, at once or not before it has to.'
     )
     def answer(self, message: Any = None, *_more: Any) -> str:

@@ -72,11 +72,11 @@ def _subject(job: JobState) -> str:
 
 
 def _text(job: JobState) -> str:
-    lines = [f"{_subject(job).removeprefix('relaunch: ')}: {job.because}", ""]
+    lines = [f"{_subject(job).removeprefix('relaunch: ')}: {job.reason}", ""]
     if job.phase is Phase.FAILED:
-        lines += [f"Nothing of it runs any more. To start it again: relaunch retry {job.name} --because …"]
+        lines += [f"Nothing of it runs any more. To start it again: relaunch retry {job.name} --reason …"]
     else:
-        answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --because …"
+        answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …"
         lines += [f"If nobody answers: {job.next.what}", f"To answer: {answer}"]
     nodes = ", ".join(slot.node for slot in job.slots[:16])
     lines += ["", f"generation {job.generation}" + (f" on {nodes}" if nodes else ""), f"submitted by {job.submitted_by or 'nobody named'}"]

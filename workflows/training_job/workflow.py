@@ -14,7 +14,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from relaunch.job.apply import absorb, evolve, finish, resubmit
+    from relaunch.job.apply import apply_decision, apply_event, finish, resubmit
     from relaunch.job.claim import more_at
     from relaunch.job.decide import decide
     from relaunch.job.drain import left_out
@@ -55,7 +55,7 @@ KEPT_INCIDENTS = 10
 
 def _cancelled(error: asyncio.CancelledError) -> CancelRequested:
     """A cancel of the workflow is a cancel of the job: its ranks are stopped before it ends."""
-    return CancelRequested(because=workflow.cancellation_reason() or str(error) or "the workflow was cancelled", by="")
+    return CancelRequested(reason=workflow.cancellation_reason() or str(error) or "the workflow was cancelled", by="")
 
 
 @workflow.defn
@@ -105,7 +105,7 @@ class TrainingJob(Mailbox):
                 submitted_by=start.submitted_by,
                 submitted_at=now,
             )
-        self._inbox.append(Submitted(start.because, start.submitted_by))
+        self._inbox.append(Submitted(start.reason, start.submitted_by))
 
     @workflow.run
     async def run(self, start: TrainingJobInput) -> JobResult:
@@ -157,9 +157,9 @@ class TrainingJob(Mailbox):
     def _take(self, event: Event) -> None:
         now = workflow.now()
         waited_for = self._job.maybe_alive
-        self._job = absorb(self._job, event, now)
+        self._job = apply_event(self._job, event, now)
         decision = decide(self._job, event, now)
-        self._job = evolve(self._job, decision, now)
+        self._job = apply_decision(self._job, decision, now)
         match event:
             case NodesAcquired():
                 self._dead = tuple(node for node in self._dead if node not in {slot.node for slot in event.slots})
@@ -172,7 +172,7 @@ class TrainingJob(Mailbox):
                     relaunching = self._relaunching
                     self._replace_act(lambda: self._relaunch(relaunching))
         if not isinstance(decision, Ignore):
-            workflow.logger.info("%s -> %s: %s", event.kind, decision.kind, decision.because, extra={"generation": self._job.generation})
+            workflow.logger.info("%s -> %s: %s", event.kind, decision.kind, decision.reason, extra={"generation": self._job.generation})
         if not isinstance(decision, Ignore | Wait) or isinstance(event, NodesGranted):
             self._stop_asking_for_more(decision)
         self._carry_out(decision)
@@ -277,7 +277,7 @@ class TrainingJob(Mailbox):
         if left_behind or alone:
             # Everywhere, not only there: a node that was cut off stops itself only when some other node no longer vouches for it.
             before = decision.generation - 1
-            gone = await commands.prove_gone(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
+            gone = await commands.prove_stopped(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
             self._inbox.append(gone)
             if superseded():
                 return
@@ -315,14 +315,14 @@ class TrainingJob(Mailbox):
             return
         busy = self._claims.waits or self._claims.is_asking_for_more or (said is not None and not said.done())
         if not busy and more_at(job) != self._claims.more_at:
-            self._saying_again = asyncio.create_task(self._claims.say_again())
+            self._saying_again = asyncio.create_task(self._claims.resend())
 
     def _stop_asking_for_more(self, decision: Decision) -> None:
         """Unless it grows by it: what was asked for, or granted, the fleet may give to others."""
         if not self._claims.is_asking_for_more or (isinstance(decision, Relaunch) and decision.strategy is Strategy.GROW):
             return
         self._claims.forget_more()
-        self._saying_again = asyncio.create_task(self._claims.say_again())
+        self._saying_again = asyncio.create_task(self._claims.resend())
 
     def _report_faults(self) -> None:
         """Tell the fleet of new suspects at once: a job that restarts in place, or waits, makes no claim that would."""
@@ -338,7 +338,7 @@ class TrainingJob(Mailbox):
         generation = self._job.generation
         if self._job.maybe_alive:
             what = "examining" if isinstance(decision, Examine) else decision.strategy
-            gone = await commands.prove_gone(self._job, generation, self._job.maybe_alive, f"stop generation {generation} before {what}")
+            gone = await commands.prove_stopped(self._job, generation, self._job.maybe_alive, f"stop generation {generation} before {what}")
             self._inbox.append(gone)
         if isinstance(decision, Examine):
             self._inbox.append(await commands.examine(self._job, decision))
@@ -353,10 +353,12 @@ class TrainingJob(Mailbox):
         if once:
             alive, places = (), tuple(dict.fromkeys((*alive, *places)))
         if alive:
-            self._inbox.append(await commands.prove_gone(self._job, generation, alive, f"stop generation {generation}"))
+            self._inbox.append(await commands.prove_stopped(self._job, generation, alive, f"stop generation {generation}"))
         if rest := tuple(node for node in places if node not in alive):
             # Proven gone long ago; one of them may be dead, and nobody waits for it.
-            self._inbox.append(await commands.prove_gone(self._job, generation, rest, f"clean up after generation {generation}", once=True))
+            self._inbox.append(
+                await commands.prove_stopped(self._job, generation, rest, f"clean up after generation {generation}", once=True)
+            )
 
     # --- ends
 
@@ -378,10 +380,10 @@ class TrainingJob(Mailbox):
         await workflow.wait_condition(workflow.all_handlers_finished)
         job, ending = self._job, self._job.ending
         assert ending is not None
-        result = JobResult(job.name, job.phase, ending.exit_code, job.because, job.generation, job.incidents, job.incidents_archived, job)
+        result = JobResult(job.name, job.phase, ending.exit_code, job.reason, job.generation, job.incidents, job.incidents_archived, job)
         if job.phase is Phase.FAILED:
             # Red in the web UI's list, with the reason; the result rides in the details.
-            raise ApplicationError(job.because, result, type="JobFailed", non_retryable=True)
+            raise ApplicationError(job.reason, result, type="JobFailed", non_retryable=True)
         return result
 
     def _may_continue_as_new(self) -> bool:
@@ -444,4 +446,4 @@ class TrainingJob(Mailbox):
 
     @workflow.signal(description="The fleet was begun anew and asks what this job has. Nobody else sends it.")
     def claim_again(self, *_more: Any) -> None:
-        self._saying_again = asyncio.create_task(self._claims.say_again())
+        self._saying_again = asyncio.create_task(self._claims.resend())

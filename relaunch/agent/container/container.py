@@ -109,7 +109,7 @@ class _Container:
         self.lost = False
         self.copier = 0
         self.drain = -1
-        self.door: Optional[port.Door] = None
+        self.door: Optional[port.Listener] = None
         self.told, self.telling = os.pipe()
         self.woken, self.waking = os.pipe()
         self.asked_to_go = False
@@ -128,7 +128,7 @@ class _Container:
         try:
             self._launch(text)
         except Refused as refused:
-            _say(str(refused.answer["because"]))
+            _say(str(refused.answer["reason"]))
             return {"command_not_found": NOT_FOUND, "bad_order": MISUSED}.get(refused.answer["why"], NOT_RUN)
         self._supervise()
         return self._code()
@@ -155,7 +155,7 @@ class _Container:
         self.grace = min(LONGEST_GRACE, order.number("stop_grace"))
         self.state = open_state()
         if number is not None:
-            self.door = port.Door(number, os.environ.get("RELAUNCH_AGENT_KEY", ""), self.state, self.telling, _say)
+            self.door = port.Listener(number, os.environ.get("RELAUNCH_AGENT_KEY", ""), self.state, self.telling, _say)
         prepared = self._done(
             "prepare",
             ranks=self.ranks,
@@ -186,7 +186,7 @@ class _Container:
         if answer is None:
             raise Refused("cannot_start", f"the agent could not {command} the ranks")
         if answer["outcome"] != "done":
-            raise Refused(answer["why"], f"the agent could not {command} the ranks: {answer['because']}")
+            raise Refused(answer["why"], f"the agent could not {command} the ranks: {answer['reason']}")
         return answer
 
     def _begin(self, command: str, /, **order: Any) -> Child:
@@ -263,7 +263,7 @@ class _Container:
         """Have the ranks gone and their keeper with them: those who watch are then told that this is the end."""
         answer = self._ask("stop", stop_grace=self.grace, stuck_after=STUCK_AFTER)
         if answer is None or answer["outcome"] != "done":
-            _say(f"the ranks could not be stopped: {answer['because'] if answer else 'no answer'}")
+            _say(f"the ranks could not be stopped: {answer['reason'] if answer else 'no answer'}")
             self.until = 0.0
 
     def _hear(self, watch: Child) -> None:

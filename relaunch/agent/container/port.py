@@ -43,7 +43,7 @@ _NONCE = re.compile("[0-9a-f]{64}")
 _END = re.compile(rb'\{"id":[^,]{1,40},"line":\{"end"')
 
 
-class Spoiled(Exception):
+class AuthenticationError(Exception):
     """What came is not of whoever has the key, or not in its turn."""
 
 
@@ -69,7 +69,7 @@ class Sealed:
     def open(self, text: bytes) -> bytes:
         found, space, inner = text.partition(b" ")
         if not space or not hmac.compare_digest(found, self.mac(inner)):
-            raise Spoiled
+            raise AuthenticationError
         return inner
 
 
@@ -87,7 +87,7 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-class Door:
+class Listener:
     """The listening side, and a process for each that comes."""
 
     def __init__(self, number: int, key: str, state: Path, told: int, say: Callable[[str], None]) -> None:
@@ -145,9 +145,9 @@ def greet(connection: socket.socket, key: bytes) -> bytes:
     nonce = answer.get("nonce") if answer is not None else None
     proof = answer.get("mac") if answer is not None else None
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce) or not isinstance(proof, str):
-        raise Spoiled
+        raise AuthenticationError
     if not hmac.compare_digest(proof.encode(), mac(key, f"{challenge}client{nonce}".encode()).encode()):
-        raise Spoiled
+        raise AuthenticationError
     connection.sendall(line({"mac": mac(key, f"{nonce}agent{challenge}".encode())}))
     return hmac.new(key, f"{challenge}session{nonce}".encode(), hashlib.sha256).digest()
 
@@ -162,7 +162,7 @@ def _first_line(connection: socket.socket) -> bytes:
         end = data.find(b"\n") + 1
         heard += connection.recv(end or len(data))
         if not data or len(heard) > LONGEST_GREETING:
-            raise Spoiled
+            raise AuthenticationError
     return heard
 
 
@@ -180,7 +180,7 @@ def serve(state: Path, connection: socket.socket, key: bytes, told: int, parent:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKEN_WITHIN * 1000))
         _Relay(state, connection, own, told).run()
-    except (Spoiled, OSError, RecursionError):  # a stranger, or somebody who went away: nothing is owed to either
+    except (AuthenticationError, OSError, RecursionError):  # a stranger, or somebody who went away: nothing is owed to either
         pass
 
 
@@ -239,7 +239,7 @@ class _Relay:
                 break
             value = parse(self.incoming.open(text))
             if value is None:
-                raise Spoiled
+                raise AuthenticationError
             refusal = _refusal(value)
             if refusal is None:
                 # What was read, and not the bytes it was read from: nobody after us reads them another way.
@@ -248,7 +248,7 @@ class _Relay:
             for answer in ({"id": value.get("id"), "line": refusal}, {"id": value.get("id"), "exit": 0}):
                 self.connection.sendall(self.outgoing.seal(line(answer).rstrip(b"\n")))
         if len(self.heard) > LONGEST_ORDER:
-            raise Spoiled
+            raise AuthenticationError
 
     def _await_delivery(self) -> None:
         """Wait until the other machine has what was sent: with the container its network may go."""

@@ -50,8 +50,8 @@ def describe(pids: List[int]) -> str:
 
 def refuse(users: List[Tuple[int, str]]) -> None:
     if users:
-        because = ", ".join(f"pid {pid} uses GPU {bus_id}" for pid, bus_id in users[: hold.NAMED])
-        raise Refused("busy", because, pids=sorted({pid for pid, _ in users}))
+        reason = ", ".join(f"pid {pid} uses GPU {bus_id}" for pid, bus_id in users[: hold.NAMED])
+        raise Refused("busy", reason, pids=sorted({pid for pid, _ in users}))
 
 
 def told(state: Path, reading: Json) -> Json:
@@ -60,8 +60,8 @@ def told(state: Path, reading: Json) -> Json:
     if not pids:
         return reading
     mine = ours(state, pids)
-    strangers = [pid for pid in pids if pid not in mine]
-    names = tools.bounded(lambda: {str(pid): _who(pid) for pid in strangers}, NAMED_WITHIN) if strangers else {}
+    foreign_processes = [pid for pid in pids if pid not in mine]
+    names = tools.bounded(lambda: {str(pid): _who(pid) for pid in foreign_processes}, NAMED_WITHIN) if foreign_processes else {}
     unknown = {"user": None, "program": None}
 
     def named(each: Json) -> Json:

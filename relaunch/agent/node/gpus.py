@@ -15,7 +15,7 @@ WITHIN = 10.0
 
 
 def read(state: Path, within: float = WITHIN, inventory_only: bool = False) -> Json:
-    """Return {"driver", "nvml", "gpus"} or {"unreadable": because}."""
+    """Return {"driver", "nvml", "gpus"} or {"unreadable": reason}."""
     words = [sys.executable, "-S", os.path.abspath(sys.argv[0]), "nvml", "inventory" if inventory_only else "all", str(state)]
     ran = tools.run(words, within)
     if ran.exit_code is None:

@@ -82,8 +82,8 @@ def _refusal(state: Path, fleet: str) -> Refused:
     doing = _DOING.get(holder["by"], "this node is held")
     other = holder.get("fleet", "")
     if is_other(other, fleet):
-        because = f"{doing} for {_named(other, fleet)} ({holder['by']}, {holder['id']})"
-        return Refused("other_fleet", because, fleet=other, held=holder)
+        reason = f"{doing} for {_named(other, fleet)} ({holder['by']}, {holder['id']})"
+        return Refused("other_fleet", reason, fleet=other, held=holder)
     return Refused("held", f"{doing} ({holder['by']}, {holder['id']})", held=holder)
 
 
@@ -269,8 +269,8 @@ def _named(other: str, mine: str) -> str:
 
 
 def _lives_here(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
-    because = f"ranks of job {row['job']} of {_named(row['fleet'], mine)} live on this node{few}"
-    return Refused("other_fleet", because, fleet=row["fleet"], **more)
+    reason = f"ranks of job {row['job']} of {_named(row['fleet'], mine)} live on this node{few}"
+    return Refused("other_fleet", reason, fleet=row["fleet"], **more)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Iterable, List
 
-from relaunch.agent.failpoints import pass_by
+from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json
 from relaunch.agent.state import Generation, boot_id, read_json, write_json
 
@@ -139,7 +139,7 @@ def reading_of(generation: Generation, since: Mark | None) -> Json:
     if kept is not None:
         return kept
     reading = _read_unmarked(generation) if since is None else read(_alone(generation, since))
-    pass_by(generation.state, "kernel.read")
+    reach_failpoint(generation.state, "kernel.read")
     try:
         write_json(path, reading, durable=False)
     except OSError:  # a full disk, say: whoever asks next reads again, and the observation goes out all the same

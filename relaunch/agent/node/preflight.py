@@ -95,7 +95,7 @@ def _allowed_reboot(until: float) -> Json:
     try:
         words = repairs.reboot_command()
     except Refused as refused:
-        return {"command": "systemctl reboot", "cannot": refused.answer["because"]}
+        return {"command": "systemctl reboot", "cannot": refused.answer["reason"]}
     return _allowed(words, until)
 
 
@@ -137,7 +137,7 @@ def _leave(address: str, stay: float) -> Json:
         listener = hold_port(address)
         listener.listen(16)
     except Refused as refused:
-        return {"cannot": refused.answer["because"]}
+        return {"cannot": refused.answer["reason"]}
     except OSError as error:
         return {"cannot": f"nothing can listen at {address}: {error.strerror}"}
     word = secrets.token_hex(16)
@@ -210,7 +210,7 @@ def _met(address: str, port: int, word: str) -> Json:
     try:
         family, target = resolve(address, port)
     except Refused as refused:
-        return {"cannot": refused.answer["because"]}
+        return {"cannot": refused.answer["reason"]}
     with socket.socket(family, socket.SOCK_STREAM) as caller:
         caller.settimeout(SPOKEN)
         try:

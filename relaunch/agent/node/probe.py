@@ -65,7 +65,7 @@ def _disks(state: Path, within: float) -> List[Json]:
         answer = tools.bounded(lambda path=path: _disk(path, writes=path == state), within)  # type: ignore[misc]
         if answer is None:
             unknown = {"total": 0, "free": 0, "inodes_free": None}
-            rows.append({"path": str(path), **unknown, "writable": False, "because": f"it did not answer within {within:g} s"})
+            rows.append({"path": str(path), **unknown, "writable": False, "reason": f"it did not answer within {within:g} s"})
         elif answer["device"] is not None and answer["device"] not in seen:
             seen.add(answer.pop("device"))
             rows.append(answer)
@@ -80,17 +80,17 @@ def _disk(path: Path, writes: bool) -> Json:
         return {"device": None}
     except OSError as error:
         row = {"device": f"{path}", "path": str(path), "total": 0, "free": 0, "inodes_free": None}
-        return {**row, "writable": False, "because": str(error.strerror)}
-    because = "it is mounted read-only" if found.f_flag & os.ST_RDONLY else _write(path) if writes else None
+        return {**row, "writable": False, "reason": str(error.strerror)}
+    reason = "it is mounted read-only" if found.f_flag & os.ST_RDONLY else _write(path) if writes else None
     row = {
         "device": device,
         "path": str(path),
         "total": found.f_blocks * found.f_frsize,
         "free": found.f_bavail * found.f_frsize,
         "inodes_free": found.f_favail if found.f_files else None,
-        "writable": because is None,
+        "writable": reason is None,
     }
-    return row if because is None else {**row, "because": because}
+    return row if reason is None else {**row, "reason": reason}
 
 
 def _write(folder: Path) -> Optional[str]:

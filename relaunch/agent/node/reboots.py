@@ -22,7 +22,7 @@ NEWEST = 20
 """Told of: a controller looks back over days, and a node that was rebooted that often in days is not rebooted any more."""
 TAIL = 64 * 1024
 """Bytes from the journal's end: some hundred entries."""
-BECAUSE = 300
+MAX_REASON = 300
 
 
 def under_way(state: Path) -> Optional[Json]:
@@ -49,7 +49,7 @@ def _entries(state: Path) -> List[Json]:
             continue
         if "undone" in entry:
             found = [one for one in found if (one["id"], one["boot_id"]) != (entry.get("id"), entry.get("boot_id"))]
-        elif {"at", "id", "because", "boot_id"} <= set(entry):
+        elif {"at", "id", "reason", "boot_id"} <= set(entry):
             found.append(entry)
     return found
 
@@ -62,7 +62,7 @@ def newest(state: Path) -> List[Json]:
         return []
 
 
-def record(state: Path, id: str, because: str) -> None:
+def record(state: Path, id: str, reason: str) -> None:
     """Write down, before it is done, that this boot is to end. The same order again is the same entry.
 
     Raises:
@@ -70,7 +70,7 @@ def record(state: Path, id: str, because: str) -> None:
     """
     boot = boot_id(state)
     if not any((entry["id"], entry["boot_id"]) == (id, boot) for entry in _entries(state)):
-        _append(state, {"at": time.time(), "id": id, "because": because[:BECAUSE], "boot_id": boot})
+        _append(state, {"at": time.time(), "id": id, "reason": reason[:MAX_REASON], "boot_id": boot})
     known = under_way(state)
     if known is None or known.get("id") != id:
         write_json(state / UNDER_WAY, {"boot_id": boot, "id": id, "ran": None})
@@ -85,10 +85,10 @@ def ran(state: Path, id: str) -> None:
         pass
 
 
-def withdraw(state: Path, id: str, because: str) -> None:
+def withdraw(state: Path, id: str, reason: str) -> None:
     """The command failed: the node goes on, and the entry does not count."""
     (state / UNDER_WAY).unlink()
-    _append(state, {"id": id, "boot_id": boot_id(state), "undone": because[:BECAUSE], "at": time.time()})
+    _append(state, {"id": id, "boot_id": boot_id(state), "undone": reason[:MAX_REASON], "at": time.time()})
 
 
 def _append(state: Path, entry: Json) -> None:

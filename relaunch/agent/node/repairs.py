@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from relaunch.agent import tools
-from relaunch.agent.failpoints import pass_by
+from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
 from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, bad, now
 from relaunch.agent.state import boot_id
@@ -35,7 +35,7 @@ def diagnose(state: Path, order: Fields, caller: int) -> Json:
         bad("level", level, "1, 2 or 3")
     until = time.monotonic() + order.number("within", least=0.1)
     with hold.exclusive(state, "diagnose", id, fleet) as left:
-        pass_by(state, "diagnose.held")
+        reach_failpoint(state, "diagnose.held")
         _refuse_if_used(state, left, until, fleet)
         words = _tool("dcgmi", ["diag", "-r", str(level), "-j"])
         if words is None:
@@ -64,7 +64,7 @@ def reset_gpus(state: Path, order: Fields) -> Json:
 
 def reboot(state: Path, order: Fields) -> Json:
     """End this boot. A boot ends once, so an order that comes again for the same boot cannot be a second reboot."""
-    id, expected, because, fleet = order.text("id"), order.text("boot_id"), order.text("because"), order.fleet()
+    id, expected, reason, fleet = order.text("id"), order.text("boot_id"), order.text("reason"), order.fleet()
     command = reboot_command()
     with hold.exclusive(state, "reboot", id, fleet):
         _refuse_another_boot(state, expected)
@@ -77,10 +77,10 @@ def reboot(state: Path, order: Fields) -> Json:
         hold.refuse_if_busy(state, doomed_too=False, fleet=fleet)
         gpu_users.refuse(gpu_users.using(gpus.read(state, REBOOT_NVML), living_only=True))
         try:
-            reboots.record(state, id, because)
+            reboots.record(state, id, reason)
         except OSError as error:
             raise Refused("cannot_reboot", f"the journal of reboots cannot be written: {error.strerror or error}") from error
-        pass_by(state, "reboot.recorded")
+        reach_failpoint(state, "reboot.recorded")
         failed = _order_reboot(command)
         if failed is not None:
             reboots.withdraw(state, id, failed)
@@ -104,8 +104,8 @@ def _run(state: Path, hold_of: str, words: List[str], until: float, caller: Opti
 def _refuse_another_boot(state: Path, expected: str) -> None:
     present = boot_id(state)
     if present != expected:
-        because = f"this node runs boot {present}; the order was decided on boot {expected}"
-        raise Refused("boot_changed", because, boot_id=present)
+        reason = f"this node runs boot {present}; the order was decided on boot {expected}"
+        raise Refused("boot_changed", reason, boot_id=present)
 
 
 def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> None:

@@ -66,7 +66,7 @@ class Lease:
         return None if self.ends is None else max(0.0, self.leased_until - now)
 
     def fenced(self, now: float) -> tuple[str, str] | None:
-        """Return why and because, once nobody may be presumed to know better."""
+        """Return why and the reason, once nobody may be presumed to know better."""
         if self.ends is None or now < self.ends:
             return None
         if not self.renewed:

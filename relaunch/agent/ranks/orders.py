@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Sequence, Union
 
 from relaunch.agent import disk
-from relaunch.agent.failpoints import pass_by
+from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import parse
 from relaunch.agent.node import hold
 from relaunch.agent.protocol import Becoming, Fields, Json, NoAnswer, Refused, Token, bad, environment, line, now
@@ -46,8 +46,8 @@ def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()
     return prepared == token.order
 
 
-def _not_above(token: Token, highest: tuple[int, int], because: str) -> Refused:
-    text = f"generation {token.generation} of submission {token.submission}: {because}"
+def _not_above(token: Token, highest: tuple[int, int], reason: str) -> Refused:
+    text = f"generation {token.generation} of submission {token.submission}: {reason}"
     return Refused("not_above", text, highest=list(highest))
 
 
@@ -105,11 +105,11 @@ def prepare(state: Path, order: Fields) -> Union[Json, Becoming]:
             disk.make_ballast(state)
             job.make_spare()
             job.reserve(prepared=token.order)
-            pass_by(state, "prepare.reserved")
+            reach_failpoint(state, "prepare.reserved")
             others = _up_to(token.order, job.generations(), living)
-            because = f"generation {token.generation} of submission {token.submission} takes its place"
-            stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], because)
-            pass_by(state, "prepare.stopped")
+            reason = f"generation {token.generation} of submission {token.submission} takes its place"
+            stopped = stop_all(job, others, token.order, given["stop_grace"], given["stuck_after"], reason)
+            reach_failpoint(state, "prepare.stopped")
             return _make_keeper(job, generation, token, given, [list(other) for other in stopped if other != token.order])
 
 
@@ -158,7 +158,7 @@ def _born(job: JobState, generation: Generation, token: Token, given: Json, stop
     write_json(generation.path / "order.json", known, durable=False)
     generation.make_spares(len(given["ranks"]))
     shim.sign(generation)
-    pass_by(job.state, "prepare.forked")
+    reach_failpoint(job.state, "prepare.forked")
     return Becoming(answer, lambda: shim.become(generation, token, known, sockets, lock))
 
 
@@ -269,9 +269,9 @@ def stop(state: Path, order: Fields) -> Json:
         with job.locked(LOCK_PATIENCE):
             known = _find_known(job, token)
             job.reserve(stopped=token.order)
-            pass_by(state, "stop.reserved")
+            reach_failpoint(state, "stop.reserved")
             stopped = stop_all(job, known, token.order, grace, stuck_after, "an order to stop came")
-            pass_by(state, "stop.killed")
+            reach_failpoint(state, "stop.killed")
             return {"outcome": "done", "stopped": [list(one) for one in stopped], "place": job.place}
 
     try:

@@ -145,13 +145,13 @@ class Peers:
         if not hmac.compare_digest(proof, str(answer.get("mac"))):
             return
         self.heard.add(node)
-        because = None
+        reason = None
         if stopped is not None and self._order(stopped) >= self.token.order:
-            because = f"peer {node} knows that this generation was stopped"
+            reason = f"peer {node} knows that this generation was stopped"
         elif highest is not None and self._order(highest) > self.token.order:
-            because = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
+            reason = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
         known = isinstance(stamp, float) and math.isfinite(stamp)
-        answered(Answer(node, asked, because, alive is True, leased is True, now(), stamp if known else None))
+        answered(Answer(node, asked, reason, alive is True, leased is True, now(), stamp if known else None))
 
     @staticmethod
     def _order(pair: Any) -> Order:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.agent import disk, processes
-from relaunch.agent.failpoints import pass_by
+from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.folders import FolderError
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.node import kernel_log
@@ -191,11 +191,11 @@ class Keeper:
             observations.append(("RankExited", fields))
         if self.state == "running" and (failed or not self.alive):
             self._begin_stop(self.order["stop_grace"])
-        pass_by(self.generation.state, "keeper.reaped")
+        reach_failpoint(self.generation.state, "keeper.reaped")
         self.journal.append(*observations)
         if not stopped:
             self._publish()  # what has failed, before the look for strays, which takes milliseconds
-        pass_by(self.generation.state, "keeper.journaled")
+        reach_failpoint(self.generation.state, "keeper.journaled")
         if self.state == "stopping":
             self._sweep()
             self._publish()
@@ -297,11 +297,11 @@ class Keeper:
             self._inform_guard()
         self.guard.tick()
 
-    def _fence(self, why: str, because: str) -> None:
+    def _fence(self, why: str, reason: str) -> None:
         if self.state == "running":
             self.leaving = True
             self._begin_stop(self.order["stop_grace"])
-            self.journal.append(("Fenced", {"why": why, "because": because}))
+            self.journal.append(("Fenced", {"why": why, "reason": reason}))
 
     def _next_deadline(self) -> float:
         times = [now() + IDLE, self.link.next_deadline, self.guard.next_deadline, self.upkeep.due_at]
@@ -359,7 +359,7 @@ class Keeper:
                 is_news = self.state == "running" or bool(self.alive)
                 self._begin_stop(order["stop"]["stop_grace"])
                 if is_news:
-                    self.journal.append(("Stopped", {"because": order["stop"]["because"]}))
+                    self.journal.append(("Stopped", {"reason": order["stop"]["reason"]}))
             else:
                 self._confirm()
 
@@ -372,7 +372,7 @@ class Keeper:
             return Refused("expired", "this order goes with another preparation of the generation").answer
         if now() > self.order["valid_until"]:
             return Refused("expired", f"prepared more than {self.order['valid_for']:g} s ago").answer
-        pass_by(self.generation.state, "start.received")
+        reach_failpoint(self.generation.state, "start.received")
         boot = boot_id(self.generation.state)
         # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
         self.cgroup = cgroup.make(self.generation.path)
@@ -398,13 +398,13 @@ class Keeper:
             try:
                 self._record_launch({**launching, "stamp": now(), "refused": refused.answer})
             except Refused as unwritten:  # that it was tried is written, and it is not tried again
-                disk.log(unwritten.answer["because"])
+                disk.log(unwritten.answer["reason"])
             self.state, self.leaving, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
             self._inform_guard()
             self._sweep()
             return self.started
-        pass_by(self.generation.state, "start.forked")
+        reach_failpoint(self.generation.state, "start.forked")
         self.started = {"outcome": "done", "pids": pids, "already": False}
         self.start_order = order
         self.state = "running"

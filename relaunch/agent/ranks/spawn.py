@@ -14,7 +14,7 @@ import time
 from typing import Dict, NoReturn
 
 from relaunch.agent import disk, processes
-from relaunch.agent.failpoints import pass_by
+from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json, Refused, Token
 from relaunch.agent.ranks import launched
 from relaunch.agent.state import Generation
@@ -92,7 +92,7 @@ def launch(generation: Generation, token: Token, ranks: list[int], order: Json, 
             os.close(log)
             os.close(writing)
             if index == 0:
-                pass_by(generation.state, "start.forking")
+                reach_failpoint(generation.state, "start.forking")
         _await_exec(order, dict(reports))
     except OSError as error:
         if disk.is_full(error):

@@ -28,7 +28,7 @@ GOING = 2.0
 """Seconds past the grace for a keeper to kill, reap and say farewell."""
 
 
-def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float, stuck_after: float, because: str) -> list[Order]:
+def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float, stuck_after: float, reason: str) -> list[Order]:
     """Stop these generations, and every process of the job's tokens up to `below`; return those that were alive."""
     alive: set[Order] = set()
     unproven = []
@@ -36,7 +36,7 @@ def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float
     for generation in _not_proven_gone(orders):
         recorded = await_records(generation)
         if generation.keeper_lives():
-            confirmed = _ask_keeper(generation, grace, stuck_after, because)
+            confirmed = _ask_keeper(generation, grace, stuck_after, reason)
             if confirmed is None or not confirmed["already"]:
                 alive.add(generation.order)
             if confirmed is not None:
@@ -132,7 +132,7 @@ def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
     return suspects
 
 
-def _ask_keeper(generation: Generation, grace: float, stuck_after: float, because: str) -> Json | None:
+def _ask_keeper(generation: Generation, grace: float, stuck_after: float, reason: str) -> Json | None:
     """Have the keeper stop its ranks; return its word that nothing of them is left, if it gives it.
 
     Raises:
@@ -143,7 +143,7 @@ def _ask_keeper(generation: Generation, grace: float, stuck_after: float, becaus
         if caller is not None:
             with caller, caller.makefile("rb") as answers:
                 try:
-                    caller.sendall(line({"stop": {"stop_grace": grace, "because": because}}))
+                    caller.sendall(line({"stop": {"stop_grace": grace, "reason": reason}}))
                     if answers.readline():
                         caller.settimeout(grace + GOING)
                         confirmed = parse(answers.readline())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Dict, Iterable, Tuple
 
 from relaunch.agent import processes
-from relaunch.agent.failpoints import pass_by
+from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.node import gpu_users, kernel_log
 from relaunch.agent.protocol import Json, Token, line, now
@@ -216,11 +216,11 @@ class Supervisor:
         self.observations = journal.read(self.generation.journal)
         missing = set(self.order["ranks"]) - journal.exited(self.observations)
         if missing:
-            because = f"the keeper died; the exits of ranks {sorted(missing)} are not known"
+            reason = f"the keeper died; the exits of ranks {sorted(missing)} are not known"
             if left:
-                because += f"; {gpu_users.describe(left)} does not die"
+                reason += f"; {gpu_users.describe(left)} does not die"
             record = journal.Journal(self.generation.journal)
-            record.append(("KeeperDied", {"because": because}))
+            record.append(("KeeperDied", {"reason": reason}))
             record.close()
             self.untaken = record.pending
             self.observations = [*journal.read(self.generation.journal), *self.untaken]
@@ -344,7 +344,7 @@ class Supervisor:
             self.kernel_reading = kernel_log.reading_of(self.generation, self.kernel)
         for watcher in list(self.watchers):
             for observation in self.observations[watcher.seq :]:
-                pass_by(self.generation.state, "supervisor.sending")
+                reach_failpoint(self.generation.state, "supervisor.sending")
                 watcher.seq = observation["seq"]
                 watcher.channel.send({"observation": evidence.told(self.generation, observation, self.kernel_reading)})
 

@@ -40,8 +40,8 @@ class Watch:
         await_records(self.generation)
         known = self.generation.given
         if known is None or not self._is_ours(known):
-            because = f"generation {self.token.generation} was never prepared on this node"
-            raise Refused("no_such_generation", because, place=self.job.place)
+            reason = f"generation {self.token.generation} was never prepared on this node"
+            raise Refused("no_such_generation", reason, place=self.job.place)
         self.ranks: list[int] = known["ranks"]
 
     def _is_ours(self, known: Json) -> bool:
@@ -178,7 +178,7 @@ class Watch:
         born = (read_json(self.generation.path / "keeper.json") or {}).get("boot_id")
         rebooted = born != boot_id(self.generation.state)
         how = "the node rebooted" if rebooted else "the keeper and its supervisor died"
-        return {"because": f"{how}; the exits of ranks {missing} are not known", "rebooted": rebooted}
+        return {"reason": f"{how}; the exits of ranks {missing} are not known", "rebooted": rebooted}
 
 
 def watch(state: Path, order: Fields, reading: int, writing: int) -> None:

@@ -61,9 +61,9 @@ class Kind(StrEnum):
 
 
 class AwsError(Exception):
-    def __init__(self, because: str, code: str, kind: Kind, response: Mapping[str, Any] | None = None) -> None:
-        super().__init__(because)
-        self.because = because
+    def __init__(self, reason: str, code: str, kind: Kind, response: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
         self.code = code
         """AWS's, empty where it gave none."""
         self.kind = kind

@@ -102,8 +102,8 @@ class EcsBackend:
         with _asked(node):
             arn = await self._find(ec2_id, token)
         if arn is None:
-            because = f"ECS knows no task of {token} on {ec2_id}: it ended more than an hour ago, or was never run"
-            yield EndedStream(token, after_seq, because)
+            reason = f"ECS knows no task of {token} on {ec2_id}: it ended more than an hour ago, or was never run"
+            yield EndedStream(token, after_seq, reason)
             return
         with self.cluster.follow(arn) as followed:
             feed = Feed(self._agents, followed, node, token, after_seq, heartbeat)
@@ -153,8 +153,8 @@ class EcsBackend:
         if (agent := self._agents_of(node, await self._task(node, token))) is not None:
             async with agent as session:
                 return await session.stacks(token, rank)
-        because = "a rank that is a task of ECS is in a container of its own, where nobody looks unless relaunch's agent is in the image"
-        return Refused(node, "no_such_generation", because)
+        reason = "a rank that is a task of ECS is in a container of its own, where nobody looks unless relaunch's agent is in the image"
+        return Refused(node, "no_such_generation", reason)
 
     async def _task(self, node: str, token: Token) -> Task | None:
         with _asked(node):
@@ -200,14 +200,14 @@ class EcsBackend:
     ) -> Mapping[str, Any] | Refused:
         return self.repairs.reset_gpus(node)
 
-    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
         ec2_id = self._ec2_id(node)
 
         def probe() -> Awaitable[Mapping[str, Any]]:
             return self._node_tasks.probe(ec2_id, node, LAST_LOOK, None)
 
         with _asked(node):
-            return await self.repairs.reboot(node, ec2_id, id, boot_id, because, probe)
+            return await self.repairs.reboot(node, ec2_id, id, boot_id, reason, probe)
 
     async def cycle_power(self, node: str, id: str, within: float) -> Mapping[str, Any]:
         with _asked(node):
@@ -242,7 +242,7 @@ def _asked(node: str) -> Iterator[None]:
     try:
         yield
     except (AwsError, UnknownInstance) as error:
-        raise Unreachable(node, error.because) from error
+        raise Unreachable(node, error.reason) from error
 
 
 def jobs_of(tasks: Iterable[Task], attributes: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ class UnknownInstance(LookupError):
 
     def __init__(self, ec2_id: str, cluster: str) -> None:
         super().__init__(f"no container instance of ECS cluster {cluster} is {ec2_id}")
-        self.because = str(self)
+        self.reason = str(self)
 
 
 @dataclass(frozen=True, slots=True)

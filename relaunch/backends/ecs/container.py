@@ -114,7 +114,7 @@ class Agents:
                 del self._sessions[name]
                 await session.close()
 
-    def complain(self, node: str, task: Task, because: str) -> None:
+    def complain(self, node: str, task: Task, reason: str) -> None:
         """Once a task, of which there may be many watches."""
         if task.arn not in self._complained:
             self._complained[task.arn] = None
@@ -122,7 +122,7 @@ class Agents:
                 "node %s: the agent in task %s is not reached (%s): its exit codes will be known, and neither progress nor error files",
                 node,
                 task.short,
-                because,
+                reason,
             )
 
     def _read_key(self, node: str) -> bytes:
@@ -206,15 +206,15 @@ class Feed:
                         pause = RETRY[0]
                         if self._over:
                             break
-                because = "it has closed the connection"
+                reason = "it has closed the connection"
             except BackendError as error:
-                because = error.because
+                reason = error.reason
             finally:
                 self.connected, self._tried = False, True
                 self._followed.nudge()
             running = self._followed.task is not None and self._followed.task.last_status == "RUNNING"
             if not self._over and running and time.monotonic() - max(self._begun, self._heard_at or 0.0) >= COMPLAIN_AFTER:
-                self._agents.complain(self._node, task, because)
+                self._agents.complain(self._node, task, reason)
             try:
                 async with asyncio.timeout(0.0 if self._over else pause):
                     await self._finishing.wait()
@@ -223,7 +223,7 @@ class Feed:
 
     def _hear(self, line: Line, task: Task) -> None:
         if line.get("outcome") == "refused":
-            raise Unreachable(self._node, str(line.get("because")))
+            raise Unreachable(self._node, str(line.get("reason")))
         if (hello := line.get("hello")) is not None and list(hello.get("ranks") or ()) != list(task.ranks):
             raise Unreachable(
                 self._node, f"the agent there has ranks {hello.get('ranks')}, expected {list(task.ranks)}: is it another node's?"

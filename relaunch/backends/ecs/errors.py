@@ -22,8 +22,8 @@ def by_aws(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
         Unreachable: nobody knows what it did.
     """
     if error.kind in (Kind.THROTTLED, Kind.UNAVAILABLE):
-        raise Unreachable(node, error.because) from error
-    return Refused(node, why if error.kind is Kind.REFUSED else BY_AWS, error.because)
+        raise Unreachable(node, error.reason) from error
+    return Refused(node, why if error.kind is Kind.REFUSED else BY_AWS, error.reason)
 
 
 def unfit(node: str, instance: Instance) -> Refused | None:
@@ -50,10 +50,10 @@ def forbidden(node: str, set_: Fence | None, token: Token) -> Refused | None:
 
 
 def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
-    because = (
+    reason = (
         f"{node} was prepared for generation {highest[1]} of submission {highest[0]}, and this is {token.generation} of {token.submission}"
     )
-    return Refused(node, "not_above", because, highest)
+    return Refused(node, "not_above", reason, highest)
 
 
 def cannot(order: StartOrder) -> str | None:

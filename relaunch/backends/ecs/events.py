@@ -56,7 +56,7 @@ class SqsEvents:
         try:
             answer = await self._aws.call("sqs", "ReceiveMessage", QueueUrl=self._url, MaxNumberOfMessages=AT_ONCE, WaitTimeSeconds=WAIT)
         except AwsError as error:
-            raise Unreachable(self._fleet, error.because) from error
+            raise Unreachable(self._fleet, error.reason) from error
         found = []
         for message in answer.get("Messages", ()):
             try:
@@ -72,7 +72,7 @@ class SqsEvents:
             try:
                 await self._aws.call("sqs", "DeleteMessageBatch", QueueUrl=self._url, Entries=entries[first : first + AT_ONCE])
             except AwsError as error:
-                raise Unreachable(self._fleet, error.because) from error
+                raise Unreachable(self._fleet, error.reason) from error
 
     def hint(self, what: str) -> bool:
         return self._hint(what)

@@ -112,7 +112,7 @@ class NodeTasks:
             if answer is None:
                 return await self._by_exit_code(ec2_id, ended, container)
         if answer.get("outcome") == "refused":
-            return Refused(node, str(answer.get("why") or "cannot_start"), str(answer.get("because") or "it does not say why"))
+            return Refused(node, str(answer.get("why") or "cannot_start"), str(answer.get("reason") or "it does not say why"))
         return answer
 
     # --- what is known without a task
@@ -138,7 +138,7 @@ class NodeTasks:
         """0 healthy, 1 faulty, and everything else, 226 of dcgmi among it, tells nothing."""
         code = _code(task, container)
         word = {0: "healthy", 1: "faulty"}.get(code, "inconclusive") if code is not None else "inconclusive"
-        answer = {"outcome": "done", "contract": word, "because": _words(task), "exit_code": code}
+        answer = {"outcome": "done", "contract": word, "reason": _words(task), "exit_code": code}
         if self._options.node_task is not None:
             return answer  # its boot id is the kernel's, which an exit code does not tell
         return {**answer, "boot_id": _boot_of_ec2(ec2_id, (await self._cluster.machine(ec2_id)).launched_at)}
@@ -190,7 +190,7 @@ class NodeTasks:
             stream = log.stream(container, task.short)
             raise Unreachable(node, f"what looked at it ({_words(ended)}) left no answer in log group {log.group}, stream {stream}")
         if answer.get("outcome") != "done":
-            raise Unreachable(node, f"what looked at it could not: {answer.get('because') or 'it does not say why'}")
+            raise Unreachable(node, f"what looked at it could not: {answer.get('reason') or 'it does not say why'}")
         return answer
 
     async def _alone(
@@ -322,8 +322,8 @@ def _failed(failure: Failure) -> str:
     return failure.reason + (f" ({failure.detail})" if failure.detail else "")
 
 
-def _inconclusive(because: str) -> dict[str, Any]:
-    return {"outcome": "done", "contract": "inconclusive", "because": because, "exit_code": None}
+def _inconclusive(reason: str) -> dict[str, Any]:
+    return {"outcome": "done", "contract": "inconclusive", "reason": reason, "exit_code": None}
 
 
 def _joined(agents: Any, ours: list[dict[str, Any]]) -> Any:
@@ -340,4 +340,4 @@ def _asking(node: str) -> Iterator[None]:
     try:
         yield
     except (AwsError, UnknownInstance) as error:
-        raise Unreachable(node, error.because) from error
+        raise Unreachable(node, error.reason) from error

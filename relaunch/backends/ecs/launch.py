@@ -75,7 +75,7 @@ class Launcher:
         try:
             return await self._prepare(node, ec2_id, order)
         except UnknownInstance as error:
-            raise Unreachable(node, error.because) from error
+            raise Unreachable(node, error.reason) from error
         except AwsError as error:
             return by_aws(node, error)
 
@@ -99,8 +99,8 @@ class Launcher:
             return not_above(node, token, highest)
         mine = [task for task in own if token_of(task.started_by) == token]
         if mine and all(task.stopped for task in mine):
-            because = f"generation {token.generation} was started on {node} already and has ended: a generation is launched once"
-            return Refused(node, "not_above", because, fence.key(token))
+            reason = f"generation {token.generation} was started on {node} already and has ended: a generation is launched once"
+            return Refused(node, "not_above", reason, fence.key(token))
         older = [task for task in own if not task.stopped and task not in mine]
         if (refused := await self._end(node, ec2_id, older, order.stop_grace + order.stuck_after)) is not None:
             return refused
@@ -134,18 +134,18 @@ class Launcher:
         token = order.token
         if order.prepared != stamp(token, node):
             return Refused(node, "expired", f"the order to start {token} belongs to another preparation of {node}")
-        if (because := cannot(order)) is not None:
-            return Refused(node, "cannot_start", because)
+        if (reason := cannot(order)) is not None:
+            return Refused(node, "cannot_start", reason)
         given = order.ecs
         name = (given.task_definition if given else None) or self._options.task_definition
         if name is None:
-            because = "neither the job file nor the fleet file says what a rank is run as: write `ecs: {task_definition: FAMILY}`"
-            return Refused(node, "cannot_start", because)
+            reason = "neither the job file nor the fleet file says what a rank is run as: write `ecs: {task_definition: FAMILY}`"
+            return Refused(node, "cannot_start", reason)
         try:
             definition = await self._cluster.definition(name)
         except AwsError as error:
             if error.kind is Kind.REFUSED:
-                return Refused(node, "cannot_start", f"task definition {name!r}: {error.because}")
+                return Refused(node, "cannot_start", f"task definition {name!r}: {error.reason}")
             return by_aws(node, error)
         try:
             container = the_container(definition, (given.container if given else None) or self._options.container)
@@ -153,13 +153,13 @@ class Launcher:
         except ValueError as error:
             return Refused(node, "cannot_start", str(error))
         if port is None and len(order.rank_env) != 1:
-            because = (
+            reason = (
                 f"a task is one rank and {len(order.rank_env)} were asked for: nproc_per_node must be 1, unless the agent is in the image "
                 f"and {inside.PORT} in {definition.arn}"
             )
-            return Refused(node, "cannot_start", because)
-        if (because := no_network(definition, order)) is not None:
-            return Refused(node, "cannot_start", because)
+            return Refused(node, "cannot_start", reason)
+        if (reason := no_network(definition, order)) is not None:
+            return Refused(node, "cannot_start", reason)
         request = run_task(
             self._cluster.name,
             ec2_id,
@@ -173,14 +173,14 @@ class Launcher:
             only_where=(fence.only_for(job_attribute(token.namespace, token.job), token), f"attribute:{QUARANTINE} not_exists"),
         )
         if (length := overrides_length(request)) > LONGEST_OVERRIDES:
-            because = (
+            reason = (
                 f"command and environment are {length} characters, of which ECS takes {LONGEST_OVERRIDES}: put what is constant into {name}"
             )
-            return Refused(node, "cannot_start", because)
+            return Refused(node, "cannot_start", reason)
         try:
             return await self._run(node, ec2_id, token, request)
         except UnknownInstance as error:
-            raise Unreachable(node, error.because) from error
+            raise Unreachable(node, error.reason) from error
         except AwsError as error:
             return by_aws(node, error, "cannot_start")
 
@@ -279,10 +279,10 @@ class Launcher:
         try:
             machine = await self._cluster.machine(ec2_id)
         except AwsError as failed:
-            raise Unreachable(node, failed.because) from failed
+            raise Unreachable(node, failed.reason) from failed
         if machine.state in GONE or not machine.state:
             return Gone(node)
-        raise Unreachable(node, f"{error.because}, and it is {_said(machine)}: what runs there cannot be seen") from error
+        raise Unreachable(node, f"{error.reason}, and it is {_said(machine)}: what runs there cannot be seen") from error
 
     async def _end(self, node: str, ec2_id: str, tasks: Iterable[Task], within: float) -> Refused | None:
         """Stop tasks and wait until they have. None: they have."""
@@ -301,8 +301,8 @@ class Launcher:
                 return None
             instance = await self._cluster.instance(ec2_id)
             if not instance.agent_connected:
-                because = f"its ECS agent is not connected, and {len(living)} of its tasks may run yet"
-                raise Unreachable(node, f"{ec2_id} is {_said(machine)}, {because}") from None
+                reason = f"its ECS agent is not connected, and {len(living)} of its tasks may run yet"
+                raise Unreachable(node, f"{ec2_id} is {_said(machine)}, {reason}") from None
             names = ", ".join(task.short for task in living[:4])
             return Refused(node, "stuck", f"ECS could not stop task {names} within {within:g} s: {node} needs a reboot")
         return None

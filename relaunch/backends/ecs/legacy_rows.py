@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from relaunch.job.state import JobState, Phase
-from relaunch.pool.state import NodeRecord, Standing
+from relaunch.pool.state import NodeRecord, NodeStatus
 
 
 class JobStatus(StrEnum):
@@ -33,7 +33,7 @@ class TaskStatus(StrEnum):
     FAILED = "FAILED"
 
 
-class NodeStatus(StrEnum):
+class LegacyStatus(StrEnum):
     AVAILABLE = "AVAILABLE"
     IN_PROGRESS = "IN_PROGRESS"
     PENDING_HEALTHCHECK = "PENDING_HEALTHCHECK"
@@ -79,7 +79,7 @@ class TaskRow:
 class NodeRow:
     node_name: str
     seq: int
-    status: NodeStatus
+    status: LegacyStatus
     cluster: str
     container_instance: str | None
     """Its ARN; None: nobody knows, and the row keeps what it has."""
@@ -134,14 +134,14 @@ def task_status(last_status: str, exit_code: int | None, stopped_by_somebody: bo
     return TaskStatus.TERMINATED if stopped_by_somebody else TaskStatus.FAILED
 
 
-def node_status(node: NodeRecord, in_use: bool) -> NodeStatus:
+def node_status(node: NodeRecord, in_use: bool) -> LegacyStatus:
     """Say how a node stands. One that does not answer is UNKNOWN, unless something worse is known of it."""
-    if node.gone or node.standing is Standing.QUARANTINED:
-        return NodeStatus.FAILED
-    if node.standing is Standing.REPAIRING:
-        return NodeStatus.REBOOTING if node.repair_acts else NodeStatus.PENDING_HEALTHCHECK
-    if node.standing is Standing.SUSPECT:
-        return NodeStatus.PENDING_HEALTHCHECK
+    if node.gone or node.standing is NodeStatus.QUARANTINED:
+        return LegacyStatus.FAILED
+    if node.standing is NodeStatus.REPAIRING:
+        return LegacyStatus.REBOOTING if node.repair_acts else LegacyStatus.PENDING_HEALTHCHECK
+    if node.standing is NodeStatus.SUSPECT:
+        return LegacyStatus.PENDING_HEALTHCHECK
     if node.silent_since is not None:
-        return NodeStatus.UNKNOWN
-    return NodeStatus.IN_PROGRESS if in_use else NodeStatus.AVAILABLE
+        return LegacyStatus.UNKNOWN
+    return LegacyStatus.IN_PROGRESS if in_use else LegacyStatus.AVAILABLE

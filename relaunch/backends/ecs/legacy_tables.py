@@ -162,7 +162,7 @@ class FleetMirror:
         try:
             return await self._job(state, seq, terminated)
         except AwsError as error:
-            raise Unreachable(self._fleet, f"the tables were not written: {error.because}") from error
+            raise Unreachable(self._fleet, f"the tables were not written: {error.reason}") from error
 
     async def nodes(self, state: FleetState, seq: int) -> None:
         """Write what has changed of the nodes.
@@ -183,7 +183,7 @@ class FleetMirror:
         try:
             await asyncio.gather(*(self._write_node(row, ec2_id) for row, ec2_id in rows))
         except AwsError as error:
-            raise Unreachable(self._fleet, f"the tables were not written: {error.because}") from error
+            raise Unreachable(self._fleet, f"the tables were not written: {error.reason}") from error
 
     async def _write_node(self, row: NodeRow, ec2_id: str) -> None:
         # Not one after the other: what is asked within a moment is one call.

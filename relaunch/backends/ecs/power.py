@@ -24,7 +24,7 @@ FAILED = 1
 class Waiting:
     """It is not done."""
 
-    because: str
+    reason: str
     exit_code: int = 0
     """Where it cannot go on by itself."""
 
@@ -79,10 +79,10 @@ class PowerCycle:
 
     async def _given_up(self, journal: Journal, entry: Entry, error: AwsError) -> Waiting:
         if error.kind not in (Kind.REFUSED, Kind.DENIED):
-            return Waiting(error.because)
+            return Waiting(error.reason)
         await self._leave_standby(journal, entry)
         await journal.write(entry.moved(Phase.DONE))
-        return Waiting(f"it was not stopped: {error.because}", FAILED)
+        return Waiting(f"it was not stopped: {error.reason}", FAILED)
 
     async def _stopping(self, journal: Journal, entry: Entry) -> Waiting:
         since = self._now() - entry.at
@@ -97,17 +97,17 @@ class PowerCycle:
             await self._aws.call("ec2", "StartInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
             if error.code.startswith("Insufficient"):
-                return Waiting(f"it is stopped, and EC2 cannot start it: {error.because}", NO_CAPACITY)
+                return Waiting(f"it is stopped, and EC2 cannot start it: {error.reason}", NO_CAPACITY)
             if error.kind in (Kind.REFUSED, Kind.DENIED) and error.code != "IncorrectInstanceState":
-                return Waiting(f"it is stopped, and was not started: {error.because}", FAILED)
-            return Waiting(error.because)
+                return Waiting(f"it is stopped, and was not started: {error.reason}", FAILED)
+            return Waiting(error.reason)
         return Waiting("EC2 was told to start it")
 
     async def _back(self, journal: Journal, entry: Entry) -> Waiting | None:
         try:
             instance = await self._cluster.instance(journal.ec2_id)
         except UnknownInstance as error:
-            return Waiting(f"it runs, and {error.because} yet")
+            return Waiting(f"it runs, and {error.reason} yet")
         if not instance.agent_connected:
             return Waiting("it runs, and its ECS agent is not connected yet")
         await self._leave_standby(journal, entry)

@@ -12,7 +12,7 @@ from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.legacy_tables import FleetMirror
 from relaunch.backends.ecs.tasks import QUARANTINE
 from relaunch.job.state import JobState
-from relaunch.pool.state import FleetState, Standing
+from relaunch.pool.state import FleetState, NodeStatus
 from relaunch.spec.fleet import FleetNode
 
 TRUSTED_FOR = 300.0
@@ -42,14 +42,14 @@ class Marks:
         # A job that may stay is launched again where it is: the fleet lets nobody else there.
         used = {place.node for claim in state.claims for place in claim.places}
         wanted = {
-            record.name: record.standing is Standing.QUARANTINED and record.name not in used for record in state.nodes if not record.gone
+            record.name: record.standing is NodeStatus.QUARANTINED and record.name not in used for record in state.nodes if not record.gone
         }
         now = time.monotonic()
         new = [name for name, quarantined in wanted.items() if not self._is_written(name, quarantined, now)]
         try:
             await asyncio.gather(*(self._write(name, wanted[name]) for name in new))
         except AwsError as error:
-            raise Unreachable(self._fleet, f"quarantines were not written: {error.because}") from error
+            raise Unreachable(self._fleet, f"quarantines were not written: {error.reason}") from error
         if self._tables is not None:
             await self._tables.nodes(state, seq)
 

@@ -128,7 +128,7 @@ class Journal:
     def told(self, boot_id: str, launched_at: float | None) -> list[dict[str, Any]]:
         """The reboots that happened, or are about to, as a probe's answer has them."""
         return [
-            {"at": one.at, "id": one.id, "because": _because(one), "boot_id": one.before if one.way is Way.REBOOT else ""}
+            {"at": one.at, "id": one.id, "reason": _reason(one), "boot_id": one.before if one.way is Way.REBOOT else ""}
             for one in self.entries
             if one.sent or one.before != (boot_id if one.way is Way.REBOOT else launch(launched_at))
         ]
@@ -149,7 +149,7 @@ def launch(launched_at: float | None) -> str:
     return "" if launched_at is None else f"{launched_at:.0f}"
 
 
-def _because(entry: Entry) -> str:
+def _reason(entry: Entry) -> str:
     return "relaunch rebooted it" if entry.way is Way.REBOOT else "relaunch stopped and started it"
 
 

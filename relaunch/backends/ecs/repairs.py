@@ -41,7 +41,7 @@ class Repairs:
     # --- reboot
 
     async def reboot(
-        self, node: str, ec2_id: str, id: str, boot_id: str, because: str, probe: Callable[[], Awaitable[Mapping[str, Any]]]
+        self, node: str, ec2_id: str, id: str, boot_id: str, reason: str, probe: Callable[[], Awaitable[Mapping[str, Any]]]
     ) -> Mapping[str, Any] | Refused:
         """Tell EC2 to reboot it, if it still runs this boot and nothing runs there. Another boot id afterwards is the only proof."""
         if self._options.node_task is None:
@@ -80,7 +80,7 @@ class Repairs:
             await self._undo(journal, entry, instance)
             if error.kind is Kind.THROTTLED:
                 raise
-            return Refused(node, "cannot_reboot", error.because)
+            return Refused(node, "cannot_reboot", error.reason)
         await journal.write(entry.moved(Phase.SENT))
         return {"outcome": "done", "boot_id": entry.before}
 
@@ -114,9 +114,9 @@ class Repairs:
         until = time.monotonic() + within
         with _asking(node):
             journal = await Journal.of(self._aws, ec2_id)
-            while because := await self._unfinished(journal):
+            while reason := await self._unfinished(journal):
                 if time.monotonic() + self._look >= until:
-                    raise Unreachable(node, because)
+                    raise Unreachable(node, reason)
                 await asyncio.sleep(self._look)
         return journal
 
@@ -126,7 +126,7 @@ class Repairs:
         if cycle is not None:
             waiting = await self._power.step(journal, cycle)
             if waiting is not None:
-                return f"its power is being cycled: {waiting.because}"
+                return f"its power is being cycled: {waiting.reason}"
             if (reboot := journal.unfinished(Way.REBOOT)) is not None:
                 await journal.write(reboot.moved(Phase.DOWN))  # it was without power since
         reboot = journal.unfinished(Way.REBOOT)
@@ -175,16 +175,16 @@ class Repairs:
             except AwsError as error:
                 if error.kind in (Kind.THROTTLED, Kind.UNAVAILABLE):
                     raise
-                return ended(1, f"it was not stopped: {error.because}")
+                return ended(1, f"it was not stopped: {error.reason}")
             while entry is not None:
                 waiting = await self._power.step(journal, entry)
                 if waiting is None:
                     break
                 over = time.monotonic() - began + self._look >= within
                 if waiting.exit_code and (over or waiting.exit_code != NO_CAPACITY):
-                    return ended(waiting.exit_code, waiting.because)
+                    return ended(waiting.exit_code, waiting.reason)
                 if over:
-                    raise Unreachable(node, f"its power is being cycled: {waiting.because}")
+                    raise Unreachable(node, f"its power is being cycled: {waiting.reason}")
                 await asyncio.sleep(self._look)
                 entry = journal.unfinished(Way.POWER)
         return ended(0, LOST_BY_A_STOP)
@@ -203,16 +203,16 @@ class Repairs:
     # --- the rest
 
     def reset_gpus(self, node: str) -> Refused:
-        because = "GPUs of an ECS instance are not reset by relaunch: ECS and its GPU runtime hold them open; reboot it instead"
-        return Refused(node, "cannot_reset", because)
+        reason = "GPUs of an ECS instance are not reset by relaunch: ECS and its GPU runtime hold them open; reboot it instead"
+        return Refused(node, "cannot_reset", reason)
 
 
 def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refused | None:
     """Why what a probe says is against a reboot."""
     present = str(facts.get("boot_id") or "")
     if present != boot_id:
-        because = f"this node runs boot {present or 'unknown'}; the order was decided on boot {boot_id}"
-        return Refused(node, "boot_changed", because, boot_id=present)
+        reason = f"this node runs boot {present or 'unknown'}; the order was decided on boot {boot_id}"
+        return Refused(node, "boot_changed", reason, boot_id=present)
     using = [*(facts.get("jobs") or ()), *filter(None, [facts.get("held")])]
     if using:
         return Refused(node, "busy", f"{', '.join(names(one) for one in using[:8])} runs on this node")
@@ -239,6 +239,6 @@ def _asking(node: str) -> Iterator[None]:
     try:
         yield
     except (AwsError, UnknownInstance) as error:
-        raise Unreachable(node, error.because) from error
+        raise Unreachable(node, error.reason) from error
     except TimeoutError as error:
         raise Unreachable(node, "EC2 does not show what was written to its tags: nothing was ordered") from error

@@ -79,7 +79,7 @@ class TaskStream:
                 # A rank that is heard lives, whatever AWS does.
                 wake = max(wake, time.monotonic() + self._heartbeat)
             elif time.monotonic() >= stale_at:
-                raise Unreachable(self._node, followed.failing.because if followed.failing else "AWS does not answer")
+                raise Unreachable(self._node, followed.failing.reason if followed.failing else "AWS does not answer")
             if followed.missing and followed.task is None and time.monotonic() - self._opened < self._settles:
                 wake = time.monotonic() + LOOK_AGAIN
                 self._cluster.hint(followed.arn)
@@ -179,14 +179,14 @@ class TaskStream:
 class EndedStream:
     """One watch of a rank that ECS does not know."""
 
-    def __init__(self, token: Token, after_seq: int, because: str) -> None:
+    def __init__(self, token: Token, after_seq: int, reason: str) -> None:
         self._token = token
         self._after_seq = after_seq
-        self._because = because
+        self._reason = reason
 
     async def lines(self) -> AsyncIterator[Line]:
         if self._after_seq < ECS_SEQ:
-            yield {"observation": {"seq": ECS_SEQ, "at": time.time(), "stamp": time.monotonic(), **vanished(self._because)}}
+            yield {"observation": {"seq": ECS_SEQ, "at": time.time(), "stamp": time.monotonic(), **vanished(self._reason)}}
         yield {"end": {}}
 
     async def renew(self, stamp: float, age: float = 0.0) -> None:
@@ -198,7 +198,7 @@ def ending(task: Task) -> dict[str, Any]:
     ours = is_ours(task.stopped_reason)
     if task.stop_code == USER and not ours and not task.stopped_reason.startswith("Host EC2"):
         said = f": {task.stopped_reason}" if task.stopped_reason else ""
-        return {"kind": "StoppedByUser", "because": f"task {task.short} of rank {task.rank} was stopped by a user{said}", "by": "ECS"}
+        return {"kind": "StoppedByUser", "reason": f"task {task.short} of rank {task.rank} was stopped by a user{said}", "by": "ECS"}
     trainer = next((one for one in task.containers if one.name == task.trainer), None)
     code = trainer.exit_code if trainer is not None else None
     if code == 0 and task.stop_code not in BY_ITSELF:
@@ -221,8 +221,8 @@ def ending(task: Task) -> dict[str, Any]:
     }
 
 
-def vanished(because: str) -> dict[str, Any]:
-    return {"kind": "RanksVanished", "because": because, "rebooted": False, "kernel": [], "kernel_unreadable": NO_KERNEL_LOG}
+def vanished(reason: str) -> dict[str, Any]:
+    return {"kind": "RanksVanished", "reason": reason, "rebooted": False, "kernel": [], "kernel_unreadable": NO_KERNEL_LOG}
 
 
 def short(arn: str) -> str:

@@ -95,8 +95,8 @@ class WirePipe:
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
-    def _over(self, because: str) -> None:
-        self._ended = self._ended or because
+    def _over(self, reason: str) -> None:
+        self._ended = self._ended or reason
         self._gone.set()
 
 

@@ -22,7 +22,7 @@ from relaunch.backends.session import ANSWER_WITHIN
 from relaunch.backends.sessions import SessionBackend
 from relaunch.backends.ssh.channel import ChannelPipe
 from relaunch.backends.ssh.connection import AUTHENTICATION, BANNER, IDLE_LOOK, KEY_EXCHANGE, LOGINS, TCP, Connection, Failed, connect
-from relaunch.backends.ssh.route import ConfigError, Hop, check, read_config, route
+from relaunch.backends.ssh.route import Hop, SshConfigError, check, read_config, route
 from relaunch.backends.ssh.ship import Artifact, NotStarted, remote_command, start_agent
 from relaunch.spec.fleet import FleetNode, FleetSpec
 
@@ -54,7 +54,7 @@ class NoAgent(Unreachable):
 
 
 @dataclass(slots=True)
-class Peace:
+class Backoff:
     """After a failure: until when a node is not tried again, and what is said instead."""
 
     until: float
@@ -78,7 +78,7 @@ class SshBackend(SessionBackend):
             self._nodes[node.name] = node.model_copy(update={"network": node.network or route(spec.ssh, node, config).node.host})
         self._connects = ThreadPoolExecutor(CONNECTS, thread_name_prefix="ssh-connect")
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="ssh-write")
-        self._peace: dict[str, Peace] = {}
+        self._peace: dict[str, Backoff] = {}
         self._newest: dict[str, ChannelPipe] = {}
         self._under_way: set[Connection] = set()
         self._gates: dict[tuple[str, int], threading.Semaphore] = {}
@@ -100,15 +100,15 @@ class SshBackend(SessionBackend):
         self._count_short_life(name)
         peace = self._peace.get(name)
         if peace is not None and loop.time() < peace.until:
-            raise type(peace.error)(name, peace.error.because)
+            raise type(peace.error)(name, peace.error.reason)
         began = loop.time()
         try:
             self._newest[name] = await self._open(self._nodes[name])
         except Failed as failed:
             kind = NeedsPerson if failed.lasting else NoAgent if isinstance(failed, NotStarted) else Unreachable
-            error = kind(name, failed.because)
+            error = kind(name, failed.reason)
             self._leave_in_peace(name, loop.time(), error, quick=kind is Unreachable and loop.time() - began < QUICK)
-            log.info("node %s cannot be reached: %s", name, failed.because)
+            log.info("node %s cannot be reached: %s", name, failed.reason)
             raise error from failed
         return self._newest[name]
 
@@ -128,7 +128,7 @@ class SshBackend(SessionBackend):
         delay = min(BACKOFF[1], before.delay * 2) if before is not None else BACKOFF[0]
         if quick:
             delay = min(delay, 2 * QUICK)
-        self._peace[name] = Peace(since + delay * random.uniform(1 - JITTER, 1 + JITTER), delay, error)
+        self._peace[name] = Backoff(since + delay * random.uniform(1 - JITTER, 1 + JITTER), delay, error)
 
     async def _open(self, node: FleetNode) -> ChannelPipe:
         connection = Connection()
@@ -166,7 +166,7 @@ class SshBackend(SessionBackend):
         try:
             # Read anew each time: it is small, and whoever mends it is not to start the worker again.
             way = route(self._options, node, read_config(self._options))
-        except ConfigError as error:
+        except SshConfigError as error:
             raise Failed(str(error), lasting=True) from error
         within = len(way.hops) * (TCP + BANNER + KEY_EXCHANGE + AUTHENTICATION) + TCP
         watchdog = threading.Timer(within, connection.abort, (f"it took more than {within:g} s to log in",))

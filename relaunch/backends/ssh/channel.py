@@ -56,7 +56,7 @@ class ChannelPipe:
         self._news = asyncio.Event()
         self._over = asyncio.Event()
         """Nothing more can come: all that came is in `_data`."""
-        self._because: str | None = None
+        self._reason: str | None = None
         self.lost = False
         """It was the connection that ended it: neither the agent nor we did."""
         self._woken = False
@@ -81,7 +81,7 @@ class ChannelPipe:
 
     @property
     def ended(self) -> str | None:
-        return self._because
+        return self._reason
 
     @property
     def last_words(self) -> str:
@@ -119,8 +119,8 @@ class ChannelPipe:
         return line
 
     async def write(self, data: bytes) -> None:
-        if self._because is not None:
-            raise ConnectionResetError(self._because)
+        if self._reason is not None:
+            raise ConnectionResetError(self._reason)
         with self._lock:
             full = self._queued + len(data) > QUEUE
             if not full:
@@ -128,7 +128,7 @@ class ChannelPipe:
                 self._queued += len(data)
         if full:
             self._break(f"the node takes no orders: {self._queued} bytes wait to be sent")
-            raise ConnectionResetError(self._because)
+            raise ConnectionResetError(self._reason)
         self._begin_writing()
 
     def end(self) -> None:
@@ -140,9 +140,9 @@ class ChannelPipe:
 
     async def wait(self) -> None:
         await self._over.wait()
-        if self._because is None:
-            self._because = self._why()
-        self._connection.abort(self._because)
+        if self._reason is None:
+            self._reason = self._why()
+        self._connection.abort(self._reason)
 
     # --- what comes
 
@@ -211,10 +211,10 @@ class ChannelPipe:
         self._pump()
 
     def _end(self) -> None:
-        if self._because is None:
-            self._because = self._why()
+        if self._reason is None:
+            self._reason = self._why()
         self._is_over()
-        self._connection.abort(self._because)
+        self._connection.abort(self._reason)
 
     def _why(self) -> str:
         if (lost := self._connection.lost()) is not None:
@@ -223,10 +223,10 @@ class ChannelPipe:
         status = self.exit_status
         return "the agent's session has ended" + ("" if status is None else f" with {status}")
 
-    def _break(self, because: str) -> None:
-        if self._because is None:
-            self._because = because
-        self._connection.abort(because)
+    def _break(self, reason: str) -> None:
+        if self._reason is None:
+            self._reason = reason
+        self._connection.abort(reason)
         # What came before is not worth reading any more, and its sender may send without end.
         self._data.clear()
         self._is_over()

@@ -17,7 +17,7 @@ import paramiko
 
 from relaunch.backends.ssh import known_hosts
 from relaunch.backends.ssh.identities import Identity, identities
-from relaunch.backends.ssh.known_hosts import Entry, Standing, fingerprint, kind
+from relaunch.backends.ssh.known_hosts import Entry, KeyStatus, fingerprint, kind
 from relaunch.backends.ssh.route import Hop, Route
 
 TCP = 5.0
@@ -44,9 +44,9 @@ LOGINS = 6
 class Failed(Exception):
     """Why there is no connection: a clause for a person."""
 
-    def __init__(self, because: str, lasting: bool = False) -> None:
-        super().__init__(because)
-        self.because = because
+    def __init__(self, reason: str, lasting: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
         self.lasting = lasting
         """It stays so until a person changes something."""
 
@@ -91,7 +91,7 @@ class Through:
 class ServerKey:
     algorithm: str
     blob: bytes
-    standing: Standing
+    standing: KeyStatus
     entry: Entry | None
 
     @property
@@ -134,11 +134,11 @@ class Connection:
         for stream in self._streams:
             stream.settimeout(look)
 
-    def abort(self, because: str = "it was closed") -> None:
+    def abort(self, reason: str = "it was closed") -> None:
         """Break it, whatever it is doing. Never blocks: the threads of its transports notice and clean up behind themselves."""
         with self._lock:
             if self._aborted is None:
-                self._aborted = because
+                self._aborted = reason
             for raw in self._sockets:
                 _shut(raw)
 
@@ -200,7 +200,7 @@ def _pass(connection: Connection, route: Route, gate: Callable[[Hop], threading.
             with gate(hop):
                 _log_in(connection, hop, f"ssh {hop.name}")
         except Failed as failed:
-            raise Failed(f"the jump host {hop.name} failed: {failed.because}", failed.lasting) from failed
+            raise Failed(f"the jump host {hop.name} failed: {failed.reason}", failed.lasting) from failed
 
 
 def _log_in(connection: Connection, hop: Hop, trusted_by: str) -> None:
@@ -326,20 +326,20 @@ def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
 def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
     """Raise Failed unless the key is the one that is known. `trusted_by`: the command by which a person makes it known."""
     where = f"{key.entry.file}:{key.entry.line}" if key.entry is not None else ""
-    if key.standing is Standing.UNKNOWN:
+    if key.standing is KeyStatus.UNKNOWN:
         file = hop.known_hosts[0] if hop.known_hosts else "any known_hosts"  # of several, people mean their own
-        because = f"its host key ({key.text}) is not in {file}: compare it with the machine's own, then `{trusted_by}`"
-        raise Failed(because, lasting=True)
-    if key.standing is Standing.CHANGED and key.entry is not None:
+        reason = f"its host key ({key.text}) is not in {file}: compare it with the machine's own, then `{trusted_by}`"
+        raise Failed(reason, lasting=True)
+    if key.standing is KeyStatus.CHANGED and key.entry is not None:
         expected = fingerprint(key.entry.blob)
         if kind(key.entry.blob) != kind(key.blob):
             expected = f"{kind(key.entry.blob)} {expected}"
-        because = (
+        reason = (
             f"its host key has CHANGED ({key.text}, expected {expected} from {where}): "
             f"somebody may be between, or the machine was reinstalled; if you know that it was, remove that line, then `{trusted_by}`"
         )
-        raise Failed(because, lasting=True)
-    if key.standing is Standing.REVOKED:
+        raise Failed(reason, lasting=True)
+    if key.standing is KeyStatus.REVOKED:
         raise Failed(f"its host key ({key.text}) is revoked by {where}", lasting=True)
 
 

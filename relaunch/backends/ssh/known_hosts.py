@@ -19,7 +19,7 @@ from pathlib import Path
 STANDARD_PORT = 22
 
 
-class Standing(StrEnum):
+class KeyStatus(StrEnum):
     KNOWN = "known"
     UNKNOWN = "unknown"
     CHANGED = "changed"
@@ -52,7 +52,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    standing: Standing
+    standing: KeyStatus
     entry: Entry | None = None
     """The line that says so; where the key has changed, the one that it was expected to be as."""
 
@@ -111,16 +111,16 @@ def judge(entries: Iterable[Entry], host: str, port: int, blob: bytes) -> Judgem
     plain = [entry for entry in entries if port != STANDARD_PORT and entry.of(host.lower())]
     for entry in (*named, *plain):
         if entry.revoked and entry.blob == blob:
-            return Judgement(Standing.REVOKED, entry)
+            return Judgement(KeyStatus.REVOKED, entry)
     for entry in (*named, *plain):
         if not entry.revoked and entry.blob == blob:
-            return Judgement(Standing.KNOWN, entry)
+            return Judgement(KeyStatus.KNOWN, entry)
     expected = [entry for entry in named if not entry.revoked]
     if not expected:
-        return Judgement(Standing.UNKNOWN)
+        return Judgement(KeyStatus.UNKNOWN)
     # Of the same kind, where there is one: what it was is what a person has to compare.
     same = [entry for entry in expected if kind(entry.blob) == kind(blob)]
-    return Judgement(Standing.CHANGED, (same or expected)[0])
+    return Judgement(KeyStatus.CHANGED, (same or expected)[0])
 
 
 def kind(blob: bytes) -> str:

@@ -27,7 +27,7 @@ DEEPEST_INCLUDE = 16
 """OpenSSH's own limit."""
 
 
-class ConfigError(ValueError):
+class SshConfigError(ValueError):
     """What is written cannot be used. One sentence."""
 
 
@@ -82,17 +82,17 @@ def read_config(options: SshOptions) -> paramiko.SSHConfig:
     try:
         return paramiko.SSHConfig.from_text("\n".join(lines))
     except (ConfigParseError, ValueError) as error:
-        raise ConfigError(f"the SSH configuration {' and '.join(files)} cannot be read: {error}") from None
+        raise SshConfigError(f"the SSH configuration {' and '.join(files)} cannot be read: {error}") from None
 
 
 def _lines(path: Path, depth: int) -> list[str]:
     """A file's lines, with what it includes in its place: paramiko knows no Include."""
     if depth > DEEPEST_INCLUDE:
-        raise ConfigError(f"the SSH configuration {path} includes itself, or more than {DEEPEST_INCLUDE} files deep")
+        raise SshConfigError(f"the SSH configuration {path} includes itself, or more than {DEEPEST_INCLUDE} files deep")
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
-        raise ConfigError(f"the SSH configuration {path} cannot be read: {error.strerror}") from None
+        raise SshConfigError(f"the SSH configuration {path} cannot be read: {error.strerror}") from None
     found: list[str] = []
     header = "Host *"
     for line in text.splitlines():
@@ -124,15 +124,15 @@ def route(options: SshOptions, node: FleetNode, config: paramiko.SSHConfig) -> R
 def _jumps(config: paramiko.SSHConfig, options: SshOptions, to: str, given: str | None, depth: int) -> tuple[Hop, ...]:
     """The hosts before `to`. The first may have some before itself; what is before the others is said here."""
     if depth > MOST_JUMPS:
-        raise ConfigError(f"the way to {to} leads over more than {MOST_JUMPS} hosts: expected a ProxyJump that leads in no circle")
+        raise SshConfigError(f"the way to {to} leads over more than {MOST_JUMPS} hosts: expected a ProxyJump that leads in no circle")
     found = _lookup(config, to)
     text = given if given is not None else found.get("proxyjump")
     if text is None and found.get("proxycommand") is not None:
-        raise ConfigError(f"the SSH configuration has a ProxyCommand for {to}, which is not supported: expected ProxyJump")
+        raise SshConfigError(f"the SSH configuration has a ProxyCommand for {to}, which is not supported: expected ProxyJump")
     try:
         jumps = parse_jumps(text) if text is not None else ()
     except ValueError as error:
-        raise ConfigError(f"the ProxyJump of {to}: {error}") from None
+        raise SshConfigError(f"the ProxyJump of {to}: {error}") from None
     if not jumps:
         return ()
     before = _jumps(config, options, jumps[0][1], None, depth + 1)
@@ -144,7 +144,7 @@ def _hop(config: paramiko.SSHConfig, options: SshOptions, name: str, user: str |
     host = found.get("hostname") or name
     given = found.get("port", "22")
     if port is None and not (given.isdigit() and 0 < int(given) < 2**16):
-        raise ConfigError(f"the SSH configuration has port {given!r} for {name}: expected a number up to 65535")
+        raise SshConfigError(f"the SSH configuration has port {given!r} for {name}: expected a number up to 65535")
     configured = [key for key in found.get("identityfile", []) if key.lower() != "none"]
     keys = [options.key] if options.key is not None else configured or list(IDENTITIES)
     own = [options.known_hosts] if options.known_hosts is not None else found.get("userknownhostsfile", "").split() or list(KNOWN_HOSTS)
@@ -167,7 +167,7 @@ def _lookup(config: paramiko.SSHConfig, name: str) -> paramiko.SSHConfigDict:
     try:
         return config.lookup(name)
     except (paramiko.SSHException, ImportError, OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the SSH configuration cannot be used for {name}: {error}") from None
+        raise SshConfigError(f"the SSH configuration cannot be used for {name}: {error}") from None
 
 
 def check(options: SshOptions, nodes: tuple[FleetNode, ...]) -> None:
@@ -181,9 +181,9 @@ def check(options: SshOptions, nodes: tuple[FleetNode, ...]) -> None:
             continue
         path = Path(file).expanduser()
         if not path.is_file():
-            raise ConfigError(f"ssh: {what}: {file} is not there: expected a file")
+            raise SshConfigError(f"ssh: {what}: {file} is not there: expected a file")
         if not os.access(path, os.R_OK):
-            raise ConfigError(f"ssh: {what}: {file} cannot be read by this user")
+            raise SshConfigError(f"ssh: {what}: {file} cannot be read by this user")
     config = read_config(options)
     for node in nodes:
         route(options, node, config)

@@ -14,8 +14,8 @@ import paramiko
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import known_hosts
 from relaunch.backends.ssh.connection import LOGINS, Connection, Failed, look, refuse
-from relaunch.backends.ssh.known_hosts import Standing
-from relaunch.backends.ssh.route import ConfigError, Hop, Route, read_config, route
+from relaunch.backends.ssh.known_hosts import KeyStatus
+from relaunch.backends.ssh.route import Hop, Route, SshConfigError, read_config, route
 from relaunch.spec.fleet import FleetNode, FleetSpec
 
 
@@ -25,8 +25,8 @@ class HostKey:
     algorithm: str
     """As people call it: ED25519, RSA, ECDSA."""
     fingerprint: str
-    standing: Standing
-    because: str
+    standing: KeyStatus
+    reason: str
     """Why nobody logs in there; empty where the key is known."""
     file: str
     """The known_hosts file that `line` belongs into."""
@@ -66,7 +66,7 @@ async def host_key(spec: FleetSpec, node: FleetNode, gates: Gates | None = None)
     try:
         return await asyncio.shield(asked)
     except Failed as failed:
-        raise Unreachable(node.name, failed.because) from failed
+        raise Unreachable(node.name, failed.reason) from failed
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise Unreachable(node.name, str(error)) from error
     finally:
@@ -77,18 +77,18 @@ async def host_key(spec: FleetSpec, node: FleetNode, gates: Gates | None = None)
 def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: Gates) -> HostKey:
     way = route(spec.ssh, node, read_config(spec.ssh))
     key = look(connection, way, gates)
-    because = ""
+    reason = ""
     try:
         refuse(way.node, key, f"relaunch nodes trust {node.name}")
     except Failed as failed:
-        because = failed.because
+        reason = failed.reason
     line = known_hosts.line_for(way.node.known_as, way.node.port, key.algorithm, key.blob, way.node.hash_known_hosts)
     return HostKey(
         node=node.name,
         algorithm=known_hosts.kind(key.blob),
         fingerprint=known_hosts.fingerprint(key.blob),
         standing=key.standing,
-        because=because,
+        reason=reason,
         file=_file(way),
         line=line,
         known_as=known_hosts.name_of(way.node.known_as, way.node.port),
@@ -98,7 +98,7 @@ def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: G
 
 def _file(way: Route) -> str:
     if not way.node.known_hosts:
-        raise ConfigError(f"the SSH configuration has no known_hosts file for {way.node.name}: expected UserKnownHostsFile to name one")
+        raise SshConfigError(f"the SSH configuration has no known_hosts file for {way.node.name}: expected UserKnownHostsFile to name one")
     return way.node.known_hosts[0]
 
 
@@ -109,7 +109,7 @@ def remember(key: HostKey) -> None:
         ValueError: another one is known, or this one is revoked: a person has to look at that line first.
         OSError: the file cannot be written.
     """
-    if key.standing in (Standing.CHANGED, Standing.REVOKED):
-        raise ValueError(f"{key.node}: {key.because}")
-    if key.standing is Standing.UNKNOWN:
+    if key.standing in (KeyStatus.CHANGED, KeyStatus.REVOKED):
+        raise ValueError(f"{key.node}: {key.reason}")
+    if key.standing is KeyStatus.UNKNOWN:
         known_hosts.append(key.file, key.line)

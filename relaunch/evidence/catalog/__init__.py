@@ -92,8 +92,8 @@ def _overridden(canonical: str) -> Catalog:
 
 def _xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
     row = known or XidRow(code, "", "", "", "", wish.effective_role, None, "a code that our catalog does not know", "")
-    because = f" ({YOURS}: {wish.because})" if wish.because else f" ({YOURS})"
-    return replace(row, role=wish.effective_role, cause=wish.cause, meaning=row.meaning + because, by_user=True)
+    reason = f" ({YOURS}: {wish.reason})" if wish.reason else f" ({YOURS})"
+    return replace(row, role=wish.effective_role, cause=wish.cause, meaning=row.meaning + reason, by_user=True)
 
 
 def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple[LogRow, ...]:

@@ -49,12 +49,12 @@ Words = Annotated[str, Field(max_length=MAX_WORDS)]
 
 
 class XidOverride(Strict):
-    """`63: {cause: GPU_RESET, because: "our fleet resets at once"}`."""
+    """`63: {cause: GPU_RESET, reason: "our fleet resets at once"}`."""
 
     cause: Cause | None = None
     role: Role | None = None
     """Left out: root where a cause is named, information where none is."""
-    because: Words = ""
+    reason: Words = ""
 
     @property
     def effective_role(self) -> Role:

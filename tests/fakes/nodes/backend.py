@@ -192,9 +192,9 @@ class SimulatedBackend:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
         return await self._order(node, "reset-gpus", None, order, lambda one: one.machine.reset_gpus(id, boot_id, gpus, within))
 
-    async def reboot(self, node: str, id: str, boot_id: str, because: str, fleet: str = "") -> Mapping[str, Any] | Refused:
-        order = {"id": id, "boot_id": boot_id, "because": because}
-        return await self._order(node, "reboot", None, order, lambda one: one.machine.reboot(id, boot_id, because))
+    async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
+        order = {"id": id, "boot_id": boot_id, "reason": reason}
+        return await self._order(node, "reboot", None, order, lambda one: one.machine.reboot(id, boot_id, reason))
 
     async def close(self) -> None:
         self._closed = True
@@ -265,7 +265,7 @@ class SimulatedBackend:
         faults = world.faults(node.name, command, token)
         kinds = [fault.kind for fault in faults]
         if token is not None and command in ("prepare", "start"):
-            node.befall(command, token.generation)
+            node.inject(command, token.generation)
         if "lose_order" in kinds:
             raise Unreachable(node.name, f"no answer to {command}: the order was lost")
 

@@ -82,12 +82,12 @@ class Generation:
         self._arm()
         return self.started
 
-    def stop(self, grace: float, because: str) -> None:
+    def stop(self, grace: float, reason: str) -> None:
         if self.state == "prepared":
             self.leave()
         elif self.state in ("running", "stopping"):
             self._leaving = True
-            self._observe("Stopped", because=because)
+            self._observe("Stopped", reason=reason)
             self._begin_stop(grace)
         elif self.state == "ended":
             self.leave()
@@ -188,10 +188,10 @@ class Generation:
             self._timer.cancel()
         self._notify()
 
-    def vanish(self, because: str) -> None:
+    def vanish(self, reason: str) -> None:
         """The node reboots: everything is gone and nobody saw how."""
         for rank in self.alive():
-            self._end(self.ranks[rank], because)
+            self._end(self.ranks[rank], reason)
         self.leave()
 
     def tell_of_the_end(self) -> None:
@@ -202,8 +202,8 @@ class Generation:
         if len(seen) == len(self.ranks) or any(told["kind"] in ("KeeperDied", "RanksVanished") for told in self.journal):
             return
         rebooted = self.boot != self.node.boot
-        because = "the node rebooted" if rebooted else "the keeper and its supervisor died"
-        self._observe("RanksVanished", because=because, rebooted=rebooted, kernel=[], kernel_unreadable=None)
+        reason = "the node rebooted" if rebooted else "the keeper and its supervisor died"
+        self._observe("RanksVanished", reason=reason, rebooted=rebooted, kernel=[], kernel_unreadable=None)
 
     def wanted(self) -> None:
         self._wanted_at = self.node.clock.time()
@@ -268,7 +268,7 @@ class Generation:
             self.node.machine.kernel_says(death.kernel)
             for rank in self.alive():
                 self._end(self.ranks[rank], "the keeper died")
-            self._observe("KeeperDied", because="the keeper was killed", kernel=list(death.kernel), kernel_unreadable=None)
+            self._observe("KeeperDied", reason="the keeper was killed", kernel=list(death.kernel), kernel_unreadable=None)
             self.leave()
 
     def _exit(self, one: Rank, code: int | None, signal: int | None, evidence: Exit | None = None) -> None:
@@ -296,8 +296,8 @@ class Generation:
         self._kill_at = min(self._kill_at, now + grace)
         self._tend()
 
-    def _fence(self, why: str, because: str) -> None:
-        self._observe("Fenced", why=why, because=because)
+    def _fence(self, why: str, reason: str) -> None:
+        self._observe("Fenced", why=why, reason=reason)
         self._leaving = True
         self._begin_stop(self.order.stop_grace)
 
@@ -387,13 +387,13 @@ class Generation:
         self._notify()
         return seq
 
-    def _live(self, kind: Literal["started", "ended"], rank: int, because: str = "") -> None:
+    def _live(self, kind: Literal["started", "ended"], rank: int, reason: str = "") -> None:
         record = self.node.record
-        record.lives.append(Life(record.number(), self.node.clock.wall(), kind, self.token, self.node.name, rank, because))
+        record.lives.append(Life(record.number(), self.node.clock.wall(), kind, self.token, self.node.name, rank, reason))
 
-    def _end(self, one: Rank, because: str) -> None:
+    def _end(self, one: Rank, reason: str) -> None:
         one.ended = self.node.clock.time()
-        self._live("ended", one.rank, because)
+        self._live("ended", one.rank, reason)
 
     def _notify(self) -> None:
         for listener in self.listeners:

@@ -48,8 +48,8 @@ def bus_id(gpu: int) -> str:
 def condition(sick: Sequence[Sick]) -> dict[str, Any]:
     """Return what a probe tells of everything but GPUs."""
     read_only = any(one.disk_read_only for one in sick)
-    because = {"because": "it is mounted read-only"} if read_only else {}
-    disk = {"free": 612 * _GIB, "inodes_free": 58_000_000, "writable": not read_only, **because}
+    reason = {"reason": "it is mounted read-only"} if read_only else {}
+    disk = {"free": 612 * _GIB, "inodes_free": 58_000_000, "writable": not read_only, **reason}
     return {
         "load": 0.5,
         "memory": {"total": 2048 * _GIB, "available": 1990 * _GIB},

@@ -131,8 +131,8 @@ class Machine:
         if refused is None and not await self._comes_true(lambda: self.held is None and self._preparing == 0):
             refused = self._refused_because_held()
         if refused is None and boot_id not in (None, node.boot_id):
-            because = f"this node runs boot {node.boot_id}; the order was decided on boot {boot_id}"
-            refused = Refused(node.name, "boot_changed", because, boot_id=node.boot_id)
+            reason = f"this node runs boot {node.boot_id}; the order was decided on boot {boot_id}"
+            refused = Refused(node.name, "boot_changed", reason, boot_id=node.boot_id)
         if refused is None and command == "reboot" and (lately := self._ordered_lately()) not in (None, id):
             refused = Refused(node.name, "held", f"this node is being rebooted (reboot, {lately})")
         if refused is None and (living := node.living()):
@@ -159,7 +159,7 @@ class Machine:
         """Let the node go at the end; yields what says how it ended."""
         mine, ends = self.held, ["lost"]
         try:
-            yield lambda because: ends.__setitem__(0, because)
+            yield lambda reason: ends.__setitem__(0, reason)
         finally:
             if self.held is mine:
                 self._note("ended", command, id, ends[0])
@@ -259,7 +259,7 @@ class Machine:
         self.sick = tuple(one for one in self.sick if one.until != "reset" or health.of_gpu(one) not in (None, *done))
         return {"exit_code": code, "output": output}
 
-    async def reboot(self, id: str, boot_id: str, because: str) -> Mapping[str, Any] | Refused:
+    async def reboot(self, id: str, boot_id: str, reason: str) -> Mapping[str, Any] | Refused:
         node = self._node
         if refused := await self._take("reboot", id, boot_id):
             return refused
@@ -271,9 +271,9 @@ class Machine:
             if (fails := self._fails(RebootFails)) is not None:
                 self._reboots, self._rebooting = entries, None
                 ended("refused:cannot_reboot")
-                return Refused(node.name, "cannot_reboot", fails.because)
+                return Refused(node.name, "cannot_reboot", fails.reason)
             if len(entries) == len(self._reboots):
-                self._reboots.append({"at": node.clock.wall(), "id": id, "because": because, "boot_id": boot_id})
+                self._reboots.append({"at": node.clock.wall(), "id": id, "reason": reason, "boot_id": boot_id})
             self._rebooting = (id, node.clock.time())
             ended("done")
         self._go_down()
@@ -346,6 +346,6 @@ class Machine:
         for one in self._waiting:
             one.set()
 
-    def _note(self, kind: Any, command: RepairCommand, id: str, because: str = "") -> None:
+    def _note(self, kind: Any, command: RepairCommand, id: str, reason: str = "") -> None:
         node = self._node
-        node.record.keep_up(node.clock.wall(), kind, node.name, command, id, node.boot_id, because)
+        node.record.keep_up(node.clock.wall(), kind, node.name, command, id, node.boot_id, reason)

@@ -49,7 +49,7 @@ class Simulation:
         if not self._begun:
             self._begun = True
             for node in self.nodes.values():
-                node.befall("first_call", 0)
+                node.inject("first_call", 0)
 
     def faults(self, node: str, command: Command, token: Token | None) -> tuple[Fault, ...]:
         """Return what befalls the next message of this kind to the node."""

@@ -95,7 +95,7 @@ class Node:
 
     # --- what befalls it ---
 
-    def befall(self, when: When, generation: int) -> None:
+    def inject(self, when: When, generation: int) -> None:
         """Let happen what the script has for this moment, once a generation."""
         happenings: tuple[Befalls, ...] = (
             *self.script.of(Sick, generation, self.name),
@@ -108,11 +108,11 @@ class Node:
             if happening.when == when and key not in self._fired:
                 self._fired.add(key)
                 if happening.after > 0:
-                    self.clock.call_later(happening.after, partial(self._suffer, happening))
+                    self.clock.call_later(happening.after, partial(self._inject, happening))
                 else:
-                    self._suffer(happening)
+                    self._inject(happening)
 
-    def _suffer(self, happening: Befalls) -> None:
+    def _inject(self, happening: Befalls) -> None:
         if isinstance(happening, Sick):
             self.machine.fall_ill(happening)
             return
@@ -224,7 +224,7 @@ class Node:
                 return self._refuse("expired", "this order belongs to an earlier preparation")
             answer = generation.start(order)
             if isinstance(answer, Started) and not answer.already:
-                self.befall("running", token.generation)
+                self.inject("running", token.generation)
             return answer
 
     async def stop(self, order: StopOrder) -> Gone | Refused:
@@ -237,11 +237,11 @@ class Node:
                 refused = await self._stop(which, order.stop_grace, order.stuck_after, "an order came")
             return refused or Gone(self.name, parse_place(self.place(token)))
 
-    async def _stop(self, which: list[Generation], grace: float, stuck_after: float, because: str) -> Refused | None:
+    async def _stop(self, which: list[Generation], grace: float, stuck_after: float, reason: str) -> Refused | None:
         boot = self.boot
         living = [one for one in which if one.state != "gone"]
         for one in living:
-            one.stop(grace, because)
+            one.stop(grace, reason)
         stuck = [one for one in living if not await one.wait_gone(grace + stuck_after)]
         if boot != self.boot:
             raise NoAnswer
@@ -349,11 +349,11 @@ class Node:
             count = self._refused.get(id(refusal), 0)
             if refusal.command == command and count < (math.inf if refusal.times is None else refusal.times):
                 self._refused[id(refusal)] = count + 1
-                return self._refuse(refusal.why, refusal.because)
+                return self._refuse(refusal.why, refusal.reason)
         return None
 
-    def _refuse(self, why: str, because: str, highest: Token | None = None) -> Refused:
-        return Refused(self.name, why, because, _order(highest))
+    def _refuse(self, why: str, reason: str, highest: Token | None = None) -> Refused:
+        return Refused(self.name, why, reason, _order(highest))
 
     def _not_above(self, highest: Token) -> Refused:
         return self._refuse("not_above", f"{highest} has been seen here", highest)

@@ -46,7 +46,7 @@ class Life:
     token: Token
     node: str
     rank: int
-    because: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Upkeep:
     """Of the repair; empty for a reboot that nobody ordered."""
     boot_id: str
     """The one that the node has at this moment; for `rebooted` the new one."""
-    because: str = ""
+    reason: str = ""
     """Why it was refused, in the agent's word; how it ended: done, already (this boot was told to end a moment
     ago, and is not told again), refused:<why>, or lost where the node went down under it."""
 
@@ -90,9 +90,9 @@ class Record:
         command: RepairCommand,
         id: str,
         boot_id: str,
-        because: str,
+        reason: str,
     ) -> None:
-        self.upkeep.append(Upkeep(self.number(), at, kind, node, command, id, boot_id, because))
+        self.upkeep.append(Upkeep(self.number(), at, kind, node, command, id, boot_id, reason))
 
     def call(self, at: float, node: str, command: Command, token: Token | None, order: object) -> int:
         """Return the place of the call, for `answered`."""

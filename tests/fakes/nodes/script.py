@@ -79,7 +79,7 @@ class Refuse(_Matches):
     command: Literal["prepare", "start", "stop"] | RepairCommand
     """What carries no token is of no generation: for a repair's order leave `generation` out."""
     why: str
-    because: str = "so the script says"
+    reason: str = "so the script says"
     times: int | None = None
     """None: always."""
 
@@ -173,7 +173,7 @@ class ResetFails(_Matches):
 class RebootFails(_Matches):
     """The command that is to reboot the node fails, and the node says so."""
 
-    because: str = "sudo: a password is required"
+    reason: str = "sudo: a password is required"
     times: int | None = None
 
 

@@ -36,9 +36,9 @@ class Stream:
             self._generation.watchers += 1
             self._generation.wanted()
 
-    def drop(self, because: str) -> None:
+    def drop(self, reason: str) -> None:
         if self._broken is None:
-            self._broken = because
+            self._broken = reason
             self._woken.set()
             if self._generation is not None:
                 self._generation.listeners.discard(self._woken)
@@ -48,9 +48,9 @@ class Stream:
     async def lines(self) -> AsyncIterator[Mapping[str, Any]]:
         generation, clock = self._generation, self._world.clock
         if generation is None:
-            because = f"{self._token} was never prepared here"
+            reason = f"{self._token} was never prepared here"
             place = self._node.place(self._token)
-            yield self._line({"outcome": "refused", "why": "no_such_generation", "because": because, "place": place})
+            yield self._line({"outcome": "refused", "why": "no_such_generation", "reason": reason, "place": place})
             return
         yield self._line({"hello": self._hello(generation)})
         beat = step_at = -math.inf
