@@ -43,6 +43,7 @@ long: setup
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	$(PY) tools/lint_words.py
 
 types: setup
 	$(PY) -m mypy

@@ -1,1 +1,1 @@
-"""Calls out: what workflows ask of nodes, people and files."""
+"""Activities: the calls that workflows make to nodes, people and files."""

@@ -1,4 +1,4 @@
-"""The clock by which waits and ages are measured: it is never stepped, unlike the wall clock."""
+"""Reads the clock that measures waits and ages. Unlike the wall clock, it is never stepped."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 
 def read_boot_clock() -> float:
-    """Return seconds since some moment, the time that the machine was suspended included.
+    """Return seconds since an arbitrary moment, including the time that the machine was suspended.
 
-    Where there is no CLOCK_BOOTTIME (not on Linux) that time may be left out: a wait is then
-    longer than it has to be, never shorter. Readings of two machines have nothing in common.
+    Without CLOCK_BOOTTIME (not on Linux) that time may be left out: a wait is then longer than
+    necessary, never shorter. Readings of two machines cannot be compared.
     """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

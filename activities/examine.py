@@ -1,4 +1,7 @@
-"""What is asked of one node by itself: how is it, and the orders of a repair. Which of them when is `relaunch.repair.machine`'s to say."""
+"""Activities on a single node: examining it, and carrying out the steps of a repair.
+
+`relaunch.repair.machine` decides which step is next.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,16 @@ from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
 from relaunch.repair.state import Diagnosed, Fact, NoAnswer, OrderDone, OrderRefused, Probed
 
 PROBE_WITHIN = 20.0
-"""Seconds for a probe; a healthy node needs less than one, a driver that hangs is given up on the node after ten."""
+"""Seconds for a probe. A healthy node needs less than one; on the node, a hanging driver is
+abandoned after ten."""
 DIAGNOSE_WITHIN = {1: timedelta(minutes=3), 2: timedelta(minutes=15), 3: timedelta(minutes=60)}
-"""What a level may take, some six times of what NVIDIA's documentation says it does: `dcgmi diag` itself knows no limit."""
+"""Time limit of each DCGM level, some six times the duration in NVIDIA's documentation: `dcgmi
+diag` itself has no limit."""
 PROBES = 3
 PROBE_AGAIN = 2.0
-"""Seconds. One lost answer is no news about a node."""
+"""Seconds between two probes. One lost answer says nothing about a node."""
 AT_ONCE = 64
-"""Examinations in flight: each is a session and minutes of DCGM on its node."""
+"""Most examinations at once: each is a session and minutes of DCGM on its node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +50,14 @@ class NodeTerms:
     repairs: Literal["act", "ask", "observe"]
     gpus: int
     unknown: str = ""
-    """Why there is no such node here; empty: there is."""
+    """Why there is no such node here; empty: there is one."""
     power: bool = False
-    """It has a command that cycles the node's power."""
+    """Whether the node's power can be cycled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairOrder:
-    """One step of a repair, for one node."""
+    """One step of the repair of one node."""
 
     fleet: str
     node: str
@@ -73,13 +78,19 @@ class NodeActivities:
 
     @activity.defn
     async def examine_nodes(self, input: ExamineNodesInput) -> tuple[ExaminedNode, ...]:
-        """Examine nodes whose GPUs are free. Every node that was asked about is answered for; who does not answer is UNKNOWN."""
+        """Examine nodes whose GPUs are free.
+
+        Return a verdict for every node; one that does not answer is UNKNOWN.
+        """
         healths = await self._examine(input)
         return tuple(ExaminedNode(node, health.verdict, health.reason) for node, health in healths)
 
     @activity.defn
     async def check_nodes(self, input: ExamineNodesInput) -> tuple[NodeHealth, ...]:
-        """The same for a person, with all that was found. No node named: all of the fleet."""
+        """Examine nodes for a person, and return all findings.
+
+        If no node is named, examine the whole fleet.
+        """
         try:
             backend = self._fleets.backend(input.fleet)
             names = input.nodes or tuple(node.name for node in self._fleets.spec(input.fleet).nodes)
@@ -116,7 +127,10 @@ class NodeActivities:
 
     @activity.defn
     async def order_repair(self, order: RepairOrder) -> Fact:
-        """Carry out one step, once: whoever gets no answer looks before it orders again."""
+        """Carry out one step, without retries.
+
+        After a missing answer, the caller must check the node before it orders again.
+        """
         backend = self._fleets.backend(order.fleet)
         async with beating():
             try:
@@ -150,7 +164,7 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> Fact:
 
 
 async def _exchange(backend: Backend, node: str, within: float, kernel_since: timedelta | None) -> dict[str, Any]:
-    """Probe a node, and note when that was by the clock here: the offset of the node's is judged by it."""
+    """Probe a node and record the time here, from which the offset of its clock is computed."""
     sent = time.time()
     answer = await backend.probe(node, within, _seconds(kernel_since))
     return {**answer, "exchange": {"sent": sent, "received": time.time()}}
@@ -161,10 +175,12 @@ def _identity(backend: Backend, fleet: str) -> str:
 
 
 async def _diagnose(backend: Backend, node: str, id_: str, level: int, within: timedelta, fleet: str) -> dict[str, Any]:
-    """Run DCGM, anew where the connection broke. Where the node is still held by this very order, that one is waited for.
+    """Run DCGM, and run it again if the connection broke.
+
+    If the node is still held by this same order, wait for that run.
 
     Raises:
-        BackendError: no answer, several times.
+        BackendError: no answer, PROBES times or until the time is up.
     """
     ends = datetime.now(UTC) + within
     unanswered = 0

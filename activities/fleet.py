@@ -1,6 +1,8 @@
-"""What a fleet asks of the world: what its file says, how its nodes are, which jobs run; and stopping ranks that nobody answers for.
+"""Activities of the fleet workflow.
 
-And `tell_fleet`, by which everybody else speaks to a fleet: it begins one where there is none.
+They read its file, look at its nodes, find running jobs, and stop ranks whose workflow has ended.
+The module also has `tell_fleet`, by which all other components signal a fleet: it starts the
+fleet's workflow if there is none.
 """
 
 from __future__ import annotations
@@ -42,33 +44,37 @@ from relaunch.spec.policy import Timeouts
 
 Answer = TypeVar("Answer")
 TASK_TIMEOUT = timedelta(seconds=10)
-"""Of the fleet's workflow tasks: a worker that has just started reads looks at thousands of nodes again before it can answer."""
+"""Timeout of the fleet's workflow tasks. A worker that has just started replays looks at thousands
+of nodes before it can answer."""
 LOOK_AGAIN = 2.0
-"""Seconds between two tries to stop ranks on nodes that did not answer."""
+"""Seconds between two attempts to stop ranks on nodes that did not answer."""
 GIVE_BACK_AFTER = timedelta(seconds=5)
-"""How long the nodes that are proven clean wait for those that do not answer, before they are given back without them."""
+"""How long nodes that are proven clean wait for those that do not answer, before they are given
+back without them."""
 RECLAIM_WITHIN = timedelta(minutes=5)
-"""After which an attempt ends that got no node back; the next one begins with what is known by then."""
+"""When an attempt ends that got no node back. The next one begins with what is known by then."""
 DESCRIBED_AT_ONCE = 16
-"""More would be a burst for a server that has other things to do."""
+"""Most describe calls at once. More would be a burst on a server that has other work."""
 REMEMBER_WITHIN = timedelta(seconds=10)
-"""For runs that have ended to say what they knew: a worker replays a long one in a second or two."""
+"""Time limit for asking ended runs for their state. A worker replays a long run in a second or
+two."""
 LIST_AGAIN = 0.1
-"""Seconds: a server lists what has begun within a second."""
+"""Seconds between two listings. A server lists a new run within a second."""
 MOST_RUNS = 8
-"""Looked back through: each had ended before it had learned what there was before it."""
+"""Most earlier runs that are asked. Each of them ended before it had restored the state of the runs
+before it."""
 FLEET_UNKNOWN = "FleetUnknown"
 FEW_JOBS = 16
-"""Up to here it is cheaper to ask for each job than to have the server list all that run."""
+"""Up to this many jobs it is cheaper to describe each one than to list all running jobs."""
 
 
 class FleetFiles(Fleets, Protocol):
     def read_again(self, fleet: str) -> FleetSpec:
-        """Read the fleet file anew.
+        """Read the fleet file again.
 
         Raises:
             KeyError: this worker has no such fleet.
-            ValueError: the file cannot be used; the fleet is served as it was.
+            ValueError: the file cannot be used; the fleet is served as before.
         """
         ...
 
@@ -78,7 +84,7 @@ class LookInput:
     fleet: str
     nodes: tuple[str, ...]
     read: tuple[str, ...] = ()
-    """Of these also the GPUs."""
+    """The nodes whose GPUs are read, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +122,19 @@ class FleetActivities:
             spec = self._fleets.read_again(fleet)
         except (KeyError, ValueError) as error:
             return FleetFile(None, str(error.args[0]))
-        # A user of all nodes that changes moves each of them.
+        # Copy the fleet's user and port into each node, so that a change of either counts as a
+        # change of the node.
         how = {"user": spec.ssh.user, "port": spec.ssh.port}
         nodes = (node.model_copy(update={name: getattr(node, name) or value for name, value in how.items()}) for node in spec.nodes)
         return FleetFile(Applied(spec.repairs, tuple(nodes), spec.limits))
 
     @activity.defn
     async def last_state(self, fleet: str) -> Remembered:
-        """What the fleet knew before this run of it began; nothing where there was none, or nobody can say it any more."""
+        """Return the state of the fleet before this run of its workflow.
+
+        It is empty if there was no earlier run; if the earlier state cannot be read any more,
+        `lost` says why.
+        """
         known: list[FleetState] = []
         lost = ""
         try:
@@ -145,20 +156,23 @@ class FleetActivities:
         return replace(found, lost=lost)
 
     async def _runs_before(self, fleet: str) -> list[WorkflowExecution]:
-        """Runs of the fleet that have ended, newest first."""
+        """Return the ended runs of the fleet, newest first."""
         query, own = f"WorkflowId = '{FLEET_ID_PREFIX}{fleet}'", activity.info().workflow_run_id
         while True:
             listed = [run async for run in self._client.list_workflows(query, limit=MOST_RUNS + 1)]
-            # The list may be some seconds old: one that has the run which asks has those before it, and all of them have ended.
+            # The list may be some seconds old. If it contains the calling run, it also contains the
+            # runs before it, which have all ended.
             if any(run.run_id == own for run in listed):
                 return sorted((run for run in listed if run.run_id != own), key=lambda run: run.start_time, reverse=True)
             await asyncio.sleep(LIST_AGAIN)
 
     async def _state_of(self, run: WorkflowExecution) -> FleetState | None:
-        """Ask a run that has ended, which a worker replays for that. None: it ended before any worker had taken it up.
+        """Query an ended run, which a worker replays for that.
+
+        None: it ended before a worker had processed it.
 
         Raises:
-            LookupError: nobody is there to do that.
+            LookupError: it belongs to another task queue, so no worker here can replay it.
         """
         if run.task_queue != activity.info().task_queue:
             raise LookupError(f"run {run.run_id} was of workers on task queue {run.task_queue}")
@@ -173,7 +187,7 @@ class FleetActivities:
 
     @activity.defn
     async def probe_nodes(self, input: LookInput) -> tuple[NodeProbe, ...]:
-        """Ask each node once; a node that does not answer is looked at too, and silent."""
+        """Ask each node once. A node that does not answer is reported as silent."""
         backend = self._fleets.backend(input.fleet)
         async with beating() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
@@ -192,31 +206,37 @@ class FleetActivities:
 
     @activity.defn
     async def find_jobs(self, fleet: str) -> tuple[str, ...]:
-        """Which jobs of this fleet run. A job that does not say which fleet is its own counts: it is asked, and answers or not."""
+        """Return the running jobs of this fleet.
+
+        A job whose fleet is not known is included: it is asked, and may answer or not.
+        """
         async with beating():
             listed = sorted([job async for job in self._running(fleet)])
-            # The list may be some seconds old, and for a job that has ended everybody would wait in vain.
+            # The list may be some seconds old, and waiting for a job that has ended would be
+            # useless.
             running = await self._submissions(listed)
         return tuple(job for job in listed if running[job] is not None)
 
     @activity.defn
     async def closed_jobs(self, input: ClosedJobsInput) -> tuple[tuple[str, int], ...]:
-        """Which of these submissions do not run any more."""
+        """Return which of these submissions no longer run."""
         claims = input.claims
         async with beating():
             if len(claims) > FEW_JOBS:
                 listed = frozenset([job async for job in self._running(input.fleet)])
-                # Being absent from a list that may be some seconds old proves nothing yet.
+                # Absence from a list that may be some seconds old proves nothing yet.
                 claims = tuple(claim for claim in claims if claim[0] not in listed)
             running = await self._submissions([job for job, _ in claims])
         return tuple((job, submission) for job, submission in claims if (runs := running[job]) is None or runs > submission)
 
     @activity.defn
     async def reclaim(self, input: ReclaimInput) -> tuple[str, ...]:
-        """Stop what is left of a submission whose workflow has ended. Return the nodes that are proven clean, as soon as some are.
+        """Stop the remaining ranks of a submission whose workflow has ended.
 
-        A node that does not answer is waited for: how long its ranks may go on by themselves only the job's own policy knew, and nobody
-        could use a silent node meanwhile.
+        Return the nodes that are proven clean, as soon as there are some.
+
+        Nodes that do not answer are asked again: only the job's own policy said how long their
+        ranks may go on by themselves, and a silent node could not be used meanwhile anyway.
         """
         backend = self._fleets.backend(input.fleet)
         clean: list[str] = []
@@ -225,7 +245,8 @@ class FleetActivities:
             while True:
                 left = tuple(node for node in input.nodes if node not in clean)
                 shown[:] = [{"waiting for": list(left[:8]), "nodes": len(left)}]
-                if await self._submission(input.job) != input.submission:  # else its ranks are its own business
+                # While the submission runs, its workflow manages the ranks.
+                if await self._submission(input.job) != input.submission:
                     proven = await self._stop_left(backend, input, left)
                     if proven and not clean:
                         ends = min(ends, datetime.now(UTC) + GIVE_BACK_AFTER)
@@ -241,15 +262,17 @@ class FleetActivities:
         mine = (backend.server, self._client.namespace, input.job)
         own = identity(self._client.namespace, input.fleet, backend.server)
         known = {node: _tokens(found, mine, own) for node, found in listed.items() if not isinstance(found, str)}
-        # Where another fleet has launched this job, too, only what is below that may be stopped.
+        # On nodes where another fleet has launched this job, too, only generations below that
+        # launch may be stopped.
         shared = {node for node in answering if _has_others(listed[node], mine, own)}
-        # And a number that one node makes up stops nothing on the others.
+        # A generation number that only one node reports must stop nothing on the others.
         shared.update(_find_outliers({node: max(found) for node, found in known.items() if found}))
         clean: list[str] = []
         for together in (tuple(node for node in answering if node not in shared), *((node,) for node in answering if node in shared)):
             tokens = [token for node in together for token in known[node] if token.submission <= input.submission]
             if not tokens:
-                # Nothing was ever prepared there. A launcher that is left over starts nothing: the server no longer acknowledges it.
+                # Nothing was ever prepared there. A leftover launcher starts nothing: the server no
+                # longer acknowledges its heartbeats.
                 clean += together
                 continue
             order = StopRanksInput(max(tokens), input.fleet, together, Timeouts(), len(input.nodes), fences=False, once=True)
@@ -258,10 +281,11 @@ class FleetActivities:
 
     @activity.defn
     async def tell_fleet(self, input: TellFleetInput) -> None:
-        """Send a fleet a signal; the first that anybody sends begins it.
+        """Send a signal to a fleet. The first signal starts the fleet's workflow.
 
         Raises:
-            ApplicationError: no fleet file of this worker has that name; of type FLEET_UNKNOWN, and not to be tried again.
+            ApplicationError: no fleet file of this worker has that name; its type is FLEET_UNKNOWN,
+                and it is not retried.
         """
         try:
             self._fleets.spec(input.fleet)
@@ -298,9 +322,10 @@ class FleetActivities:
         return dict(zip(jobs, await asyncio.gather(*(one(job) for job in jobs)), strict=True))
 
     async def _submission(self, job: str) -> int | None:
-        """Which submission of a job runs; None: none does.
+        """Return the submission of a job that runs; None: none runs.
 
-        It is numbered by the start of its first run, or higher where the server's clock was set back since the one before: its memo says.
+        A submission is numbered by the start time of its first run, or higher if the server's clock
+        was set back since the previous one; the memo holds the number.
         """
         handle = self._client.get_workflow_handle(f"{WORKFLOW_ID_PREFIX}{job}")
         run = await _described(handle)
@@ -311,7 +336,7 @@ class FleetActivities:
         first = run.raw_description.workflow_execution_info.first_run_id
         if first and first != run.run_id:
             run = await _described(self._client.get_workflow_handle(handle.id, run_id=first))
-        if run is None:  # that one is so long ago that the server has forgotten it
+        if run is None:  # the first run is past the server's retention
             return int((await handle.query("state"))["submission"])
         return int(run.start_time.timestamp() * 1000)
 
@@ -326,7 +351,7 @@ async def _described(handle: WorkflowHandle[Any, Any]) -> WorkflowExecutionDescr
 
 
 async def _fleet_of(execution: WorkflowExecution) -> str:
-    """The fleet that a job's memo names; empty: it names none."""
+    """Return the fleet that a job's memo names; empty if it names none."""
     return str((await execution.memo()).get("fleet", ""))
 
 
@@ -350,7 +375,8 @@ def _look(node: str, seen: Seen, mine: str) -> NodeProbe:
         for generation in job.get("generations", ()):
             if not any(rank.get("alive") for rank in generation.get("ranks", ())):
                 continue
-            # What another fleet runs there is not this one's to stop, and still in everybody's way.
+            # Ranks of another fleet are not this fleet's to stop, but they still make the node
+            # unusable.
             server, _, namespace = mine.rpartition("/")[0].rpartition("/")
             if job.get("server") not in (None, server):
                 others[f"job {job['job']} of another Temporal server runs on it"] = None
@@ -375,7 +401,11 @@ def _look(node: str, seen: Seen, mine: str) -> NodeProbe:
 
 
 def _is_others(generation: Mapping[str, Any], mine: str) -> bool:
-    """Whether another fleet has launched it. What says nothing was launched before fleets were told, and is whose job it is."""
+    """Return whether another fleet launched the generation.
+
+    A generation that names no fleet was launched by a version that did not send the fleet, and
+    belongs to the fleet of its job.
+    """
     return generation.get("fleet") not in (None, "", mine)
 
 
@@ -387,7 +417,10 @@ def _has_others(listed: Listed, mine: tuple[str, str, str], fleet: str) -> bool:
 
 
 def _find_outliers(newest: Mapping[str, Token]) -> tuple[str, ...]:
-    """Return the nodes whose newest token of a job is further ahead of the others' than relaunches explain."""
+    """Return the nodes whose newest token of a job is too far ahead of the others'.
+
+    Too far is further than relaunches can explain.
+    """
     tokens = sorted(newest.values())
     if not tokens:
         return ()
@@ -396,12 +429,15 @@ def _find_outliers(newest: Mapping[str, Token]) -> tuple[str, ...]:
 
 
 def _name_of(job: Mapping[str, Any], server: str) -> tuple[Any, Any, Any]:
-    """Return what names a job that a node lists. What names no server says by its fleets whose it is."""
+    """Return the key of a job that a node lists.
+
+    A job that names no server is identified by the fleets of its generations.
+    """
     return job.get("server", server), job.get("namespace"), job.get("job")
 
 
 def _tokens(listed: Mapping[str, Any], mine: tuple[str, str, str], fleet: str) -> list[Token]:
-    """Every launch of a job by this fleet that a node knows of, also what was only prepared."""
+    """Return every launch of a job by this fleet that a node knows, even if only prepared."""
     found: list[Token] = []
     for job in listed.get("jobs", ()):
         if _name_of(job, mine[0]) != mine:
@@ -412,7 +448,7 @@ def _tokens(listed: Mapping[str, Any], mine: tuple[str, str, str], fleet: str) -
         if job.get("prepared"):
             numbers.append((job["prepared"][0], job["prepared"][1]))
         if others:
-            # To stop a generation is to stop all below it.
+            # Stopping a generation stops all generations below it.
             numbers = [one for one in numbers if one < min(others)]
         found += [Token(*mine[1:], submission, generation) for submission, generation in numbers]
     return found

@@ -1,4 +1,7 @@
-"""What is known of the nodes and ranks of one shard, and when it is worth a report. Who connects to them is `watch`'s."""
+"""Holds what is known of the nodes and ranks of one shard, and decides when to report it.
+
+The module `watch` makes the connections.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +33,29 @@ from relaunch.job.events import (
 from relaunch.job.hang import Pace, advance, hung, rate
 
 GATHER = 0.005
-"""Seconds to let the other exits of one fault arrive. Longer would only delay the relaunch; the exits of one node arrive together."""
+"""Seconds to wait for the other exits of one fault. A longer wait would only delay the relaunch:
+the exits of one node arrive together."""
 GATHER_CASCADES = 5.0
-"""Seconds to wait for a root when only echoes have arrived: the rank that failed may still be writing its traceback, and an interpreter
-that holds GPUs takes seconds to end after that. On a slow machine one second made a peer's broken connection the cause, of another node."""
+"""Seconds to wait for a root cause when only secondary failures have arrived. The rank that failed
+may still be writing its traceback, and an interpreter that holds GPUs then takes seconds to end. On
+a slow machine, with one second, a peer's broken connection, on another node, was reported as the
+cause."""
 STALE_AFTER = 1.5
-"""Heartbeats after which a node's progress is not known any more."""
+"""Heartbeat intervals without news after which a node's progress counts as unknown."""
 MOST_OBSERVATIONS = 16
-"""That travel; a gang of thousands fails as one, and a report must stay below 256 KiB."""
+"""Most observations in a report, which must stay below 256 KiB: a gang of thousands fails as
+one."""
 MOST_WORDS = 192 * 1024
-"""Bytes of JSON for what ranks wrote and printed, in one report."""
+"""Bytes of JSON in one report for what ranks wrote and printed."""
 GOOD_BEATS = 3
-"""Heartbeats in a row after which a node that said what makes no sense counts as answering again."""
+"""Valid heartbeats in a row after which a node that sent invalid data counts as answering again."""
 SLOWEST_NAMED = 16
 TOO_LONG = "left out: the report would be too long"
 
 
 @dataclass(slots=True)
 class NodeView:
-    """What is known of one node."""
+    """The known state of one node."""
 
     last_heard: float
     """By `read_boot_clock`."""
@@ -56,29 +63,30 @@ class NodeView:
     """CLOCK_MONOTONIC; None while connected."""
     reason: str = ""
     is_elsewhere: bool = False
-    """What answers for it is not where its ranks were started."""
+    """Whether the answers come from another place than where its ranks were started."""
     reported_lost: bool = False
     reported_elsewhere: bool = False
     misbehaves: bool = False
-    """It said what makes no sense: it counts as silent, and is not renewed, until it has made sense for a while."""
+    """Whether it sent invalid data. It then counts as silent, and its lease is not renewed, until
+    it has sent GOOD_BEATS valid heartbeats."""
     good_beats: int = 0
     is_stalled: bool = False
-    """The process that reaps its ranks does not answer: their exits may not be told."""
+    """Whether the process that reaps its ranks does not answer: their exits may not be reported."""
     stream: WatchStream | None = None
     stamp: float | None = None
-    """The newest that is not renewed from."""
+    """The newest heartbeat stamp from which the lease was not renewed yet."""
     stamped_at: float = 0.0
-    """By `read_boot_clock`, when that was received."""
+    """When `stamp` was received, by `read_boot_clock`."""
     seq: int = 0
     steps: dict[int, tuple[int, datetime, str | None]] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     exited: dict[int, bool] = field(default_factory=dict)
-    """Whether it succeeded, by rank."""
+    """Whether each exited rank succeeded, by rank."""
 
 
 class Gang:
-    """All nodes of the shard together: facts come in from `_follow`, one report goes out."""
+    """The state of all nodes of the shard. Facts come in from `_follow`; one report goes out."""
 
     def __init__(self, input: WatchRanksInput, pace: Pace, before: WatchHeartbeat | None = None) -> None:
         now = read_boot_clock()
@@ -91,14 +99,18 @@ class Gang:
         }
         self._pace = pace
         self._faults: list[tuple[Observation, bool]] = []
-        """Each with whether it may be the root; judged once, for thousands come together."""
+        """Faults, each with whether it may be the root cause. That is judged once, because
+        thousands come together."""
         self._returned: list[str] = []
         self._not_renewed = frozenset(input.lost)
-        """Lost to the job: it may decide at any moment to go on without them, and judges them by
-        when they were heard then. The watch that follows their return renews them."""
+        """Nodes that the job counts as lost. It may decide at any moment to go on without them,
+        judged by when they were last heard, so they are not renewed. The watch that follows their
+        return renews them."""
         self._cancelled: CancelRequested | None = None
-        """A person stopped a rank where ranks are run, past us: who stops one means the job."""
-        # Whose first word tells what was saved before this watch: everybody's, but what the attempt before this one had heard stands.
+        """Set when a person stopped a rank directly on the platform, not through relaunch. This is
+        taken as a request to cancel the job."""
+        # The nodes whose first heartbeat tells which checkpoints are older than this watch: all
+        # nodes, except those from which the previous attempt already heard it.
         is_based = before is not None and before.based
         self._unheard = set(before.unreachable) & set(input.nodes) if before is not None and is_based else set(input.nodes)
         self._baseline = before.baseline if before is not None and is_based else None
@@ -121,9 +133,9 @@ class Gang:
         view.last_heard = read_boot_clock()
 
     def misbehaved(self, node: str, reason: str) -> bool:
-        """Take in that a node said what makes no sense: it is as good as silent, whatever it says in between.
+        """Record that a node sent invalid data, and return whether this is new.
 
-        Return whether that is news.
+        The node counts as silent, even if valid data comes in between.
         """
         view = self._nodes[node]
         is_news = not view.misbehaves or view.reason != reason
@@ -132,7 +144,7 @@ class Gang:
         return is_news
 
     def _note_answer(self, node: str) -> None:
-        """Take in that a node speaks, and makes sense."""
+        """Record that a node sent valid data."""
         view = self._nodes[node]
         if view.misbehaves and view.good_beats < GOOD_BEATS:
             return
@@ -143,7 +155,10 @@ class Gang:
             self._news.set()
 
     def disconnected(self, node: str, reason: str, *, is_elsewhere: bool = False) -> float:
-        """Returns seconds for which this watcher has tried in vain."""
+        """Record a lost connection.
+
+        Return the seconds for which this watch has failed to reach the node.
+        """
         view = self._nodes[node]
         view.stream, view.stamp, view.reason, view.is_elsewhere = None, None, reason, is_elsewhere
         if view.silent_since is None:
@@ -154,10 +169,10 @@ class Gang:
         return self._nodes[node].seq
 
     def line(self, node: str, line: Mapping[str, Any]) -> None:
-        """Take in a line of a watch, as `parse_watch_line` returns it.
+        """Process a line of a watch, as `parse_watch_line` returns it.
 
         Raises:
-            ProtocolError: it speaks of ranks that are not this node's.
+            ProtocolError: it names ranks that are not this node's.
         """
         now = datetime.now(UTC)
         view = self._nodes[node]
@@ -202,7 +217,7 @@ class Gang:
         count = self.input.ranks_per_node
         first += self.input.nodes.index(node) * count
         for rank in ranks:
-            # A launcher, which is counted behind all ranks, may number those below it as it likes.
+            # A launcher, which is numbered after all ranks, may number its own ranks as it likes.
             if not (first <= rank < first + count or (first >= world and rank < world)):
                 raise ProtocolError(
                     node,
@@ -242,11 +257,15 @@ class Gang:
                 self._news.set()
 
     def _reached(self) -> tuple[int, datetime, str | None] | None:
-        """The step that every living, reporting rank has reached, when the last of them did, and what one of them says to be doing."""
+        """Return the step that every live, reporting rank has reached, with its time and phase.
+
+        The time is that of the last rank to reach it; the phase is that of one of the ranks.
+        """
         living = [
             value
             for view in self._nodes.values()
-            # A node that has not beaten lately is silent, not slow: its last word says nothing about now.
+            # A node without a recent heartbeat is silent, not slow: its last report says nothing
+            # about now.
             if not self._is_stale(view)
             for rank, value in view.steps.items()
             if rank not in view.exited and not self._all_exited(view)
@@ -257,12 +276,18 @@ class Gang:
         return step, max(value[1] for value in living if value[0] == step), next((value[2] for value in living if value[2]), None)
 
     def _checkpoint(self) -> int | None:
-        """The newest that is finished: by all ranks that tell of theirs, for one that some have yet to write is not."""
+        """Return the newest checkpoint that is finished by all ranks that report theirs.
+
+        One that some ranks have yet to write is not finished.
+        """
         views = [view for view in self._nodes.values() if not self._all_exited(view)]
         return min((saved for view in views for rank, saved in view.checkpoints.items() if rank not in view.exited), default=None)
 
     def _is_based(self) -> bool:
-        """Whether everybody who can be reached has said what was saved before."""
+        """Return whether every reachable node has reported its earlier checkpoints.
+
+        These are the checkpoints that are older than this watch.
+        """
         return all(self._nodes[node].silent_since is not None for node in self._unheard)
 
     def _saved(self) -> CheckpointSaved | None:
@@ -276,7 +301,10 @@ class Gang:
     # --- leases
 
     def stamps(self) -> dict[str, tuple[float, float]]:
-        """Stamps of heartbeats that have arrived by now, and when: only these may be renewed after the next acknowledgement."""
+        """Return the stamps of heartbeats received so far, and when each was received.
+
+        Only these may be renewed from after the next acknowledgement.
+        """
         return {
             node: (view.stamp, view.stamped_at)
             for node, view in self._nodes.items()
@@ -290,12 +318,16 @@ class Gang:
                 try:
                     await stream.renew(stamp, round(read_boot_clock() - stamped_at, 3))
                 except BackendError:
-                    continue  # its follower sees the broken connection and tries again
+                    continue  # its `_follow` task sees the broken connection and tries again
 
     async def wait_for_beat(self, interval: float) -> None:
-        """Sleep until the next beat; the first renewal goes out as soon as there is something to renew."""
+        """Sleep until the next heartbeat.
+
+        The first renewal is sent as soon as there is something to renew.
+        """
         if not self._first_stamps.is_set():
-            # Never `wait_for` in here: until Python 3.12 it swallows a cancel that comes just as what it waits for does.
+            # Do not use `wait_for` here: until Python 3.12 it swallows a cancellation that comes at
+            # the moment when the awaited event is set.
             try:
                 async with asyncio.timeout(interval):
                     await self._first_stamps.wait()
@@ -325,7 +357,7 @@ class Gang:
     # --- one report out
 
     async def report(self) -> WatchReport:
-        """Wait until there is something to decide."""
+        """Wait until there is something to decide, and return the report."""
         tick = max(0.05, min(1.0, self.input.timeouts.heartbeat.total_seconds() / 4))
         while True:
             if self._faults and self._cancelled is None:
@@ -335,7 +367,8 @@ class Gang:
             if self._faults:
                 return self._make(self._fault())
             if self._returned:
-                # The last exits may come with the return, and no watch follows once all ranks have exited.
+                # The last exits may arrive with the return, and no watch follows once all ranks
+                # have exited.
                 return self._make(all_succeeded=self._all_succeeded())
             if self._all_succeeded():
                 return self._make(all_succeeded=True)
@@ -350,7 +383,7 @@ class Gang:
                 async with asyncio.timeout(tick):
                     await self._news.wait()
             except TimeoutError:
-                continue  # limits pass without news
+                continue  # time limits may pass without news
 
     async def _gather(self) -> None:
         await asyncio.sleep(GATHER)
@@ -364,7 +397,8 @@ class Gang:
                 return
 
     def _fault(self) -> FaultObserved:
-        # A node's own evidence first: it outweighs what any program says, and must not be what is left out.
+        # Put the node's own evidence (kernel lines) first: it outweighs what any program reports,
+        # and must not be left out.
         ordered = sorted(self._faults, key=lambda each: (not getattr(each[0], "kernel", ()), not each[1], each[0].at))
         sent = _within(MOST_WORDS, tuple(observation for observation, _ in ordered[:MOST_OBSERVATIONS]))
         first = min(observation.at for observation, _ in self._faults)
@@ -372,7 +406,10 @@ class Gang:
         return FaultObserved(self.generation, sent, len(ordered) - len(sent), first, silent, unheard=unheard)
 
     def _silent(self) -> tuple[tuple[str, timedelta], ...]:
-        """Nodes that have not spoken lately and are not reported lost, and for how long."""
+        """Return the nodes that were not heard lately and for how long.
+
+        Nodes reported as lost are left out.
+        """
         ages = {node: self._age(view) for node, view in self._nodes.items() if not view.reported_lost and self._is_stale(view)}
         return tuple(ages.items())[:SLOWEST_NAMED]
 
@@ -380,7 +417,7 @@ class Gang:
         return tuple((node, self._age(view)) for node, view in self._nodes.items() if view.reported_lost)
 
     def _age(self, view: NodeView) -> timedelta:
-        """Return how long a node has not been heard: since its last word, or since this began."""
+        """Return the time since a node was last heard, or since this watch began."""
         return timedelta(seconds=max(0.0, read_boot_clock() - view.last_heard))
 
     def _is_stale(self, view: NodeView) -> bool:
@@ -390,14 +427,18 @@ class Gang:
         return all(sum(view.exited.values()) == self.input.ranks_per_node for view in self._nodes.values())
 
     def _all_exited(self, view: NodeView) -> bool:
-        """Nothing runs on a node any more. A launcher's exit is that of its ranks, too."""
+        """Return whether no rank runs on a node any more.
+
+        The exit of a launcher counts as that of its ranks.
+        """
         return len(view.exited) >= self.input.ranks_per_node
 
     def _lost(self) -> list[NodeUnreachable]:
         lost = []
         limit = self.input.timeouts.lost_after.total_seconds()
         for node, view in self._nodes.items():
-            # What answers from elsewhere is other news than silence, and has another cure.
+            # Answers from another place are different news from silence, with a different remedy,
+            # and are reported again.
             is_told = view.reported_lost and view.is_elsewhere <= view.reported_elsewhere
             if view.silent_since is not None and not is_told and time.monotonic() - view.silent_since >= limit:
                 view.reported_lost, view.reported_elsewhere = True, view.is_elsewhere
@@ -412,12 +453,14 @@ class Gang:
 
     def _hang(self) -> RanksHung | None:
         if any(self._nodes[node].silent_since is None for node in self._unspoken):
-            return None  # it may be the one that tells of steps
+            return None  # it may be the one that reports steps
         if self.input.hang_known or not self._first_stamps.is_set():
-            return None  # until a node has spoken, all that is known is what the watch before this one left: nobody watched meanwhile
+            # Until a node reports, only the pace of the previous watch is known, and no watch ran
+            # in between.
+            return None
         now = datetime.now(UTC)
         if all(self._is_stale(view) for view in self._nodes.values()):
-            return None  # whoever sees nothing cannot call anything hung
+            return None  # if no node is heard, none can be judged as hung
         reason = hung(self._pace, self.input.hang, now) or self._late_for_exit(now)
         if reason is None:
             return None
@@ -426,7 +469,11 @@ class Gang:
         return RanksHung(self.generation, tuple(slowest), reason, now, self._silent(), unheard=self._unheard_lost())
 
     def _late_for_exit(self, now: datetime) -> str | None:
-        """The exit barrier: once one rank has finished, the others must finish or advance."""
+        """Return why ranks are late at the exit barrier, or None.
+
+        Once one rank has finished, the others must finish or advance within
+        `timeouts.exit_barrier`.
+        """
         barrier = self.input.timeouts.exit_barrier
         if self._first_success is None or time.monotonic() - self._first_success <= barrier.total_seconds():
             return None
@@ -438,7 +485,8 @@ class Gang:
         seen: list[Event] = []
         if self._pace.step is not None:
             seen.append(ProgressSeen(self.generation, self._pace.step, self._pace.advanced_at or self._pace.started_at))
-        # Whatever else there is to say: what is decided by it must know that they are back.
+        # Always include the returns: decisions based on the other events must know that these nodes
+        # are back.
         seen += (NodeReturned(self.generation, node) for node in self._returned)
         exited = {
             node: tuple(sorted(rank for rank, succeeded in view.exited.items() if succeeded))
@@ -449,7 +497,10 @@ class Gang:
 
 
 def _within(limit: int, observations: tuple[Observation, ...]) -> tuple[Observation, ...]:
-    """Leave words out, so that all together are no longer than `limit`: the last lines and the earliest root have precedence."""
+    """Cut texts so that all observations together have at most `limit` bytes.
+
+    The last lines and the earliest root have precedence.
+    """
     left, sent = limit, []
     for index, one in enumerate(observations):
         if isinstance(one, RankExited | RanksVanished):

@@ -1,4 +1,4 @@
-"""What a job asks of its nodes: launch ranks on them, stop ranks and prove them gone."""
+"""Activities of a job on its nodes: launching ranks, stopping ranks and proving them gone."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Timeouts
 
 LAUNCH_ATTEMPTS = 3
-"""How often a launch is tried while a node does not answer; more would only delay the replacement."""
+"""Attempts at a launch while a node does not answer. More would only delay the replacement of the
+node."""
 LAUNCH_RETRY_DELAY = timedelta(seconds=1)
 AT_ONCE = 256
-"""Calls in flight, so that 2,048 nodes are not 2,048 sockets at the same moment."""
+"""Most calls at once, so that 2,048 nodes do not need 2,048 sockets at the same moment."""
 MAX_GENERATIONS_AHEAD = 1000
-"""That a node may have seen of this submission, where a reset of the workflow has taken its numbers back."""
+"""How far ahead of a token's generation a node may be, where a reset of the workflow has set its
+numbers back."""
 MOST_NAMED = 16
-"""Refusals that travel; the rest would say the same."""
+"""Most refusals that are returned; the rest would say the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +57,19 @@ class LaunchRanksInput:
     token: Token
     spec: JobSpec
     slots: tuple[Slot, ...]
-    """Of this shard, by group rank from `first_group_rank`."""
+    """The slots of this shard, by group rank from `first_group_rank`."""
     timeouts: Timeouts
     max_restarts: int
     fences: bool
     first_group_rank: int = 0
     prepare_only: bool = False
     prepared: tuple[PreparedNode, ...] = ()
-    """This shard as it was prepared, where there are several: only start it."""
+    """The nodes of this shard as they were prepared, if there are several shards: only start
+    them."""
     gang: Gang | None = None
-    """All shards together, where there are several."""
+    """The gang of all shards, if there are several."""
     places: tuple[StartedPlaces, ...] = ()
-    """Where older generations may live on these nodes, as far as that is known."""
+    """Where older generations may be alive on these nodes, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +80,25 @@ class PreparedNode:
     peer_port: int
     stamp: float
     nonce: str = field(default="", repr=False)
-    """What the node contributes to the secret; empty where this travels through history."""
+    """The node's contribution to the secret; empty where this is stored in a workflow history."""
     place: str = ""
-    """`Place.text`, where the node tells one."""
+    """`Place.text`, if the node reports a place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """What every node has to know of all. Each of 8 shards is sent it in one workflow task, which must stay below 4 MiB."""
+    """What every node must know about the whole gang.
+
+    One workflow task sends it to each of 8 shards, and must stay below 4 MiB.
+    """
 
     master: tuple[str, int]
     """Address and port of rank 0."""
     members: tuple[tuple[str, str, int], ...]
     """Node, address and peer port, by group rank."""
     stamp: float
-    """What the first node's preparation answered: its nonce is the secret of this gang only while it is prepared so."""
+    """The stamp of the first node's preparation. That node's nonce gives the gang's secret only
+    while this preparation is current."""
 
 
 def gang_of(prepared: Sequence[PreparedNode]) -> Gang:
@@ -100,13 +107,16 @@ def gang_of(prepared: Sequence[PreparedNode]) -> Gang:
 
 
 def secret_of(token: Token, nonce: str) -> str:
-    """Return the secret of a generation, made of what the node of group rank 0 contributed: a repeated launch has the same one."""
+    """Return the secret of a generation, made from the nonce of the node of group rank 0.
+
+    A repeated launch has the same secret.
+    """
     return hashlib.sha256(f"{token}|{nonce}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRanksOutput:
-    """Exactly one of: refusals, unreachable nodes, or success."""
+    """The result of a launch: exactly one of refusals, unreachable nodes, or success."""
 
     prepared: tuple[PreparedNode, ...] = ()
     stopped_at: datetime | None = None
@@ -118,7 +128,7 @@ class LaunchRanksOutput:
     elsewhere: tuple[str, ...] = ()
     """Those of `unreachable` that answer, but not from where older generations were started."""
     places: dict[str, str] = field(default_factory=dict)
-    """`Place.text` by node, once `start` was sent to some."""
+    """`Place.text` by node, once `start` was sent to some nodes."""
 
 
 class JobActivities:
@@ -128,7 +138,7 @@ class JobActivities:
 
     @activity.defn
     async def launch_ranks(self, input: LaunchRanksInput) -> LaunchRanksOutput:
-        """Prepare every node, and when all have answered, start every node. Repeating it changes nothing."""
+        """Prepare every node and, when all have answered, start every node. Idempotent."""
         backend = self._fleets.backend(input.spec.fleet)
         async with beating() as left:
             left.extend(activity.info().heartbeat_details)
@@ -137,14 +147,15 @@ class JobActivities:
             except asyncio.CancelledError:
                 details = activity.cancellation_details()
                 if details is None or not details.cancel_requested:
-                    raise  # this worker ends, and another one goes on
-                # The job, which gave the launch up, has to know where its ranks may live.
+                    raise  # this worker shuts down, and another one continues
+                # The job cancelled the launch, and must know where its ranks may be alive.
                 return LaunchRanksOutput(reason="cancelled", start_sent=bool(left), places=_places_of(left))
 
     async def _launch(self, backend: Backend, input: LaunchRanksInput, left: list[Any]) -> LaunchRanksOutput:
-        """Launch.
+        """Prepare and start the ranks.
 
-        `left` holds what an attempt before this one may have started ranks of: stamps and places.
+        `left` holds the stamps and places of nodes on which a previous attempt may have started
+        ranks.
         """
         try:
             if input.prepared:
@@ -153,19 +164,20 @@ class JobActivities:
                 prepared = await self._prepare(backend, input)
                 stopped_at = datetime.now(UTC)
                 if input.prepare_only:
-                    # What this returns stands in history, and a secret must not.
+                    # The result is stored in the workflow history, where a secret must not be.
                     return LaunchRanksOutput(prepared=tuple(replace(node, nonce="") for node in prepared), stopped_at=stopped_at)
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, start_sent=bool(left))
         except NodesUnreachable as error:
             given_up = LaunchRanksOutput(unreachable=error.nodes, reason=str(error), elsewhere=error.elsewhere)
-            if left:  # an attempt before this one may have started ranks
+            if left:  # a previous attempt may have started ranks
                 given_up = replace(given_up, start_sent=True, places=_places_of(left))
             return _retry_or(error, given_up)
         stamps = {node.node: node.stamp for node in prepared}
         places = {node.node: node.place for node in prepared if node.place}
         if left and (anew := [node for node, stamp in stamps.items() if left[0].get(node) != stamp]):
-            # Its ports and its part of the secret are new, and the others may run with the old ones: two halves of a gang.
+            # Such a node has new ports and a new nonce, while the others may run with the old ones:
+            # the gang would be split in two.
             reason = "it had to be prepared again, when other nodes may have been started already"
             refusals = tuple(NodeRefusal(node, "prepared_again", reason) for node in anew[:MOST_NAMED])
             return LaunchRanksOutput(refusals=refusals, places=_places_of(left), start_sent=True)
@@ -181,14 +193,17 @@ class JobActivities:
         return LaunchRanksOutput(stopped_at=stopped_at, started_at=datetime.now(UTC), places=places)
 
     async def _still_ours(self, stamps: dict[str, float], places: dict[str, str]) -> None:
-        """Between the rounds, have the server acknowledge that this attempt is the current one, and keep what it is about to start.
+        """Confirm with the server that this attempt is current, between prepare and start.
 
-        A launcher that was frozen since `prepare` has been replaced meanwhile, and what it prepared may be meant for nobody any more.
+        The heartbeat also stores what the attempt is about to start. A launcher that was frozen
+        since `prepare` may have been replaced meanwhile, and its preparation may be obsolete.
 
         Raises:
-            RPCError: it is not, or the server does not answer; the launch is repeated by whoever is current.
+            RPCError: it is not current, or the server does not answer; the current attempt repeats
+                the launch.
         """
-        # A failure carries the details that the SDK knows of, and takes the place of those that the server was told.
+        # Heartbeat through the SDK as well: a failure carries the details that the SDK has, and
+        # they replace those that the server received.
         activity.heartbeat(stamps, places)
         if self._client is not None:
             await self._client.get_async_activity_handle(task_token=activity.info().task_token).heartbeat(stamps, places)
@@ -247,7 +262,10 @@ class JobActivities:
 
     @activity.defn
     async def stop_ranks(self, input: StopRanksInput) -> StopRanksOutput:
-        """Stop the token and all below it on every node. Ends when each is proven gone, or must have fenced itself."""
+        """Stop the token and all below it on every node.
+
+        Return when each is proven gone, or must have fenced itself.
+        """
         return await stop_everywhere(self._fleets.backend(input.fleet), input)
 
 
@@ -269,10 +287,10 @@ Answer = TypeVar("Answer")
 
 
 def _check_highest(refused: Refused, token: Token) -> Refused:
-    """Return a refusal whose `highest` a node may claim: it becomes the number of the next launch.
+    """Return the refusal if its `highest` is plausible: it becomes the number of the next launch.
 
     Raises:
-        ProtocolError: the job never had that number.
+        ProtocolError: the job cannot have had that number.
     """
     if refused.highest is None:
         return refused
@@ -280,7 +298,8 @@ def _check_highest(refused: Refused, token: Token) -> Refused:
     own = f"submission {token.submission} generation {token.generation}"
     claim = f"it refuses {own} of job {token.job} because of submission {submission}"
     if submission > token.submission:
-        # A server runs one submission of a job at a time, and ends it before the next: while this one runs, it is the last.
+        # A server runs one submission of a job at a time and ends it before the next. While this
+        # one runs, it is the newest.
         raise ProtocolError(refused.node, f"{claim}, and the server has had none after {token.submission}")
     if submission == token.submission and generation > token.generation + MAX_GENERATIONS_AHEAD:
         raise ProtocolError(
@@ -293,11 +312,11 @@ def _check_highest(refused: Refused, token: Token) -> Refused:
 
 
 async def _on_all(token: Token, nodes: Sequence[str], call: Callable[[str], Awaitable[Answer | Refused]]) -> list[Answer]:
-    """Call every node at once and return the answers in order.
+    """Call all nodes in parallel and return the answers in order.
 
     Raises:
-        NodesRefused: some refused; what others did is known and repeatable.
-        NodesUnreachable: some did not answer, or what made no sense; none refused.
+        NodesRefused: some refused; what the others did is known and repeatable.
+        NodesUnreachable: some did not answer, or sent an invalid answer; none refused.
     """
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -335,11 +354,12 @@ def _prepare_order(input: LaunchRanksInput, address: str, group_rank: int, serve
 async def _shared_secret(backend: Backend, input: LaunchRanksInput, gang: Gang, prepared: Sequence[PreparedNode]) -> str:
     """Return the secret of the generation.
 
-    Where there are several shards, no shard has the first node's nonce from history: each asks that node for it, by the order that
-    it was prepared with, which it answers again as it did before.
+    If there are several shards, the first node's nonce is not in the history: each shard asks that
+    node for it by repeating its prepare order, which returns the same answer as before.
 
     Raises:
-        NodesRefused: the first node was prepared again since, so that others may have another secret.
+        NodesRefused: the first node was prepared again since, so that others may have another
+            secret.
         NodesUnreachable: it does not answer.
     """
     if input.gang is None:
@@ -357,15 +377,16 @@ async def _shared_secret(backend: Backend, input: LaunchRanksInput, gang: Gang, 
 
 
 def _places_of(left: list[Any]) -> dict[str, str]:
-    """Return the places that an attempt left behind with its heartbeat; none where it told none."""
+    """Return the places in the heartbeat of a previous attempt; empty if it has none."""
     return dict(left[1]) if left[1:] else {}
 
 
 def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepared]) -> None:
-    """Take a preparation that proves nothing of older ranks of the node for no answer.
+    """Treat a preparation that proves nothing about the node's older ranks as a missing answer.
 
     Raises:
-        NodesUnreachable: some node prepared somewhere else than older generations were started.
+        NodesUnreachable: a node was prepared at another place than where older generations were
+            started.
     """
     doubts = {one.node: find_doubt(places, one.node, one.place) for one in answers}
     elsewhere = tuple(node for node, doubt in doubts.items() if doubt is not None)
@@ -375,12 +396,13 @@ def _refuse_elsewhere(places: tuple[StartedPlaces, ...], answers: Sequence[Prepa
 
 
 def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tuple[str, ...], BelowLauncher | None]:
-    """What a node starts itself, and what that starts then, if it does."""
+    """Return the command that a node starts, and the ranks below it if it is a launcher."""
     spec, token = input.spec, input.token
     if spec.launcher == "none":
         return spec.command, None
     _, address, _ = gang.members[group_rank]
-    # The ranks of two generations never meet, even if one of them were still there.
+    # The run id differs by generation, so that ranks of two generations never join, even if an
+    # older one were still alive.
     run_id = f"{token.job}-{token.submission}-{token.generation}"
     given = launcher_command(spec, group_rank, len(gang.members), gang.master, address, run_id)
     env = {**restart_counts(token, input.max_restarts), "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}"}
@@ -388,10 +410,14 @@ def _commands(input: LaunchRanksInput, gang: Gang, group_rank: int) -> tuple[tup
 
 
 def _address(backend: Backend, slot: Slot) -> str:
-    """Where the other ranks find a node: on the network that it is on for that, if it is on one, and else where we do."""
+    """Return the address at which other ranks find a node.
+
+    It is the node's address on the ranks' network if it has one, else the address that the
+    controller uses.
+    """
     try:
         return backend.node(slot.node).network or slot.address
-    except KeyError:  # it is in the fleet file no more, and the backend says so when it is asked for anything
+    except KeyError:  # no longer in the fleet file, as the first call to it will say
         return slot.address
 
 
@@ -402,7 +428,9 @@ def _retry_or(error: NodesUnreachable, give_up: LaunchRanksOutput) -> LaunchRank
 
 
 def _secrets(spec: JobSpec) -> dict[str, str]:
-    """Read the secrets a job refers to, here and now: they are in no history.
+    """Read the secrets that a job refers to.
+
+    They are read on the worker and are in no workflow history.
 
     Raises:
         ApplicationError: one cannot be read.

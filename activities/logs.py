@@ -1,4 +1,7 @@
-"""Reads what ranks printed, where they are now, and archived incidents, for people at the command line. Starts and changes nothing."""
+"""Reads the output of ranks, their stacks and archived incidents, for the command line.
+
+Starts and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,12 @@ from relaunch.messages.logs import (
 )
 
 GATHER = 0.03
-"""Seconds to let other nodes' lines arrive once one node has some: a step is printed by all ranks at about the same time."""
+"""Seconds to wait for lines of other nodes once one node has some: all ranks print a step at about
+the same time."""
 
 
 STACKS = 1_000_000
-"""Characters of all stacks together, below the 2 MiB that a payload may have."""
+"""Characters of all stacks together, below the 2 MiB limit of a payload."""
 STACK_LEAST = 300
 
 
@@ -40,7 +44,7 @@ class LogActivities:
 
     @activity.defn
     async def read_logs(self, input: ReadLogsInput) -> ReadLogsOutput:
-        """Return what is new; with `wait`, as soon as one node has something new."""
+        """Return new output; with `wait`, as soon as one node has some."""
         backend = self._fleets.backend(input.fleet)
         token = Token(input.namespace, input.job, input.submission, input.generation)
         share = max(4096, input.max_bytes // max(1, len(input.nodes)))
@@ -66,7 +70,11 @@ class LogActivities:
 
     @activity.defn
     async def read_stacks(self, input: ReadStacksInput) -> ReadStacksOutput:
-        """Look at ranks: nodes side by side, the ranks of one node one after the other, for each costs the node a process."""
+        """Read the stacks of ranks.
+
+        Nodes are read in parallel, the ranks of one node in turn, because each costs the node a
+        process.
+        """
         backend = self._fleets.backend(input.fleet)
         token = Token(input.namespace, input.job, input.submission, input.generation)
         most = max(STACK_LEAST, STACKS // max(1, len(input.places)))
@@ -105,7 +113,10 @@ async def _stack(backend: Backend, node: str, token: Token, rank: int, most: int
 
 
 def told(row: Mapping[str, Any]) -> str:
-    """What an agent found of one rank, for a person: Python's own stacks, else where the kernel has its threads."""
+    """Return the stacks that an agent found for one rank, as text.
+
+    They are Python's own stacks, or else where its threads are in the kernel.
+    """
     if "unreadable" in row:
         return str(row["unreadable"])
     py_spy = row.get("py_spy")
@@ -123,7 +134,7 @@ def _thread(thread: Mapping[str, Any]) -> str:
         (line.partition(":")[2].strip() for line in str(status).splitlines() if line.startswith("State:")), "in no state that can be read"
     )
     wchan, stack = thread.get("wchan"), thread.get("stack")
-    # 0: it runs, or the kernel does not tell this user.
+    # 0: the thread is running, or the kernel hides this from the agent's user.
     where = f" at {wchan}" if isinstance(wchan, str) and wchan not in ("", "0") else ""
     below = "".join(f"\n    {line}" for line in stack.splitlines()) if isinstance(stack, str) else ""
     return f"{state}{where}{below}"

@@ -1,6 +1,7 @@
-"""Shows jobs and fleets to whoever keeps a copy of how they stand elsewhere: a loop beside the worker, of which nothing enters a history.
+"""Copies the state of jobs and fleets to external mirrors, in a loop beside the worker.
 
-What the copy looks like is its own matter. It may be some seconds old, and nothing is decided by it.
+It adds nothing to a workflow history. Each mirror defines the form of its copy. The copy may be
+some seconds old, and no decision depends on it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from relaunch.pool.state import FleetState
 EVERY = 5.0
 """Seconds between the end of a round and the next."""
 RECENT = timedelta(hours=1)
-"""How long ago a job may have ended that a worker looks at when it starts: longer than a worker takes to be replaced."""
+"""How long ago a job may have ended to be still copied by a worker that starts: longer than the
+replacement of a worker takes."""
 AT_ONCE = 8
-"""Jobs asked at a time: each may be replayed for it by a worker that has other things to do."""
+"""Most jobs queried at once: a worker that has other work may have to replay each of them."""
 ANSWER_WITHIN = timedelta(seconds=10)
 EVENTS = 10**6
-"""More than the events of any run: a server ends one at 51,200."""
+"""More than the events of any run: a server ends a run at 51,200."""
 ENDED = (
     WorkflowExecutionStatus.COMPLETED,
     WorkflowExecutionStatus.FAILED,
@@ -46,19 +48,22 @@ ENDED = (
     WorkflowExecutionStatus.TIMED_OUT,
 )
 EXPECTED = (RPCError, BackendError, WorkflowFailureError, WorkflowQueryFailedError, WorkflowQueryRejectedError, ValidationError)
-"""What ends one look, and the next round may get over."""
+"""Errors that end one look, and that may not recur in the next round."""
 
 log = logging.getLogger("relaunch.mirror")
 
 
 class FleetMirror(Protocol):
-    """The copy of one fleet. `seq` is the age of what it is shown: higher is newer, whoever shows it."""
+    """The copy of one fleet.
+
+    `seq` orders the states that it is given: higher is newer, whichever worker sends it.
+    """
 
     wants_jobs: bool
-    """Whether it is shown jobs too, and not only nodes."""
+    """Whether it copies jobs too, and not only nodes."""
 
     async def job(self, state: JobState, seq: int, terminated: bool) -> bool:
-        """Return False where it is to be shown again although nothing has happened since.
+        """Copy a job. Return False if it must be sent again even if it does not change.
 
         Raises:
             BackendError: it could not be written.
@@ -70,28 +75,31 @@ class FleetMirror(Protocol):
 
 class MirrorLoop:
     def __init__(self, client: Client, mirrors: Mapping[str, FleetMirror], every: float = EVERY) -> None:
-        """Prepare to show.
+        """Create the loop.
 
         Args:
-            client: Of the namespace whose jobs are shown.
-            mirrors: By fleet; jobs of others are passed over.
+            client: The client of the namespace whose jobs are copied.
+            mirrors: The mirrors by fleet; jobs of other fleets are skipped.
             every: Seconds between two rounds.
         """
         self._client = client
         self._mirrors = mirrors
         self._every = every
         self._shown: dict[str, Hashable] = {}
-        """How each job and fleet was when it was shown last, by workflow id."""
+        """The state of each job and fleet when it was last copied, by workflow id."""
         self._failing: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Show what changes until cancelled."""
+        """Copy changes until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._every)
 
     async def look(self) -> None:
-        """Show once whatever has changed. What cannot be shown is logged, and comes again with the next round."""
+        """Copy everything that has changed, once.
+
+        Failures are logged and retried in the next round.
+        """
         await self._tried("fleets", self._fleets)
         await self._tried("jobs", self._jobs)
 
@@ -121,7 +129,7 @@ class MirrorLoop:
         changed, listed = [], set()
         for run in _newest([run async for run in self._client.list_workflows(_query(datetime.now(UTC)))]):
             memo = await run.memo()
-            fleet = str(memo.get("fleet", ""))  # until its first workflow task a job does not say
+            fleet = str(memo.get("fleet", ""))  # unknown before its first workflow task
             now = (run.run_id, run.status, run.history_length, tuple(sorted((name, str(value)) for name, value in memo.items())))
             listed.add(run.id)
             if fleet in self._mirrors and self._mirrors[fleet].wants_jobs and self._shown.get(run.id) != now:
@@ -138,7 +146,8 @@ class MirrorLoop:
 
     async def _job(self, run: WorkflowExecution, mirror: FleetMirror, now: Hashable) -> None:
         handle = self._client.get_workflow_handle(run.id, run_id=run.run_id, result_type=JobResult)
-        # Before the state is asked for: what that says is at least as new as this, and the next look is newer than both.
+        # Describe before querying the state: the state is then at least as new as this description,
+        # and the next look is newer than both.
         found = await handle.describe(rpc_timeout=ANSWER_WITHIN)
         state: JobState
         if found.status is WorkflowExecutionStatus.COMPLETED:
@@ -167,7 +176,7 @@ def _query(now: datetime) -> str:
 
 
 def _newest(runs: Iterable[WorkflowExecution]) -> list[WorkflowExecution]:
-    """Of each job the last run, without those that another one continues."""
+    """Return the last run of each job, without runs that were continued by another run."""
     last: dict[str, WorkflowExecution] = {}
     for run in runs:
         if run.id not in last or run.start_time > last[run.id].start_time:
@@ -180,5 +189,9 @@ def _length(run: WorkflowExecutionDescription) -> int:
 
 
 def _seq(run: WorkflowExecutionDescription) -> int:
-    """The age of a workflow, by the server's clock and count: a later run is newer, and a longer history of one run is."""
+    """Return a number that orders the states of a workflow, from start time and history length.
+
+    The start time is by the server's clock. A later run is newer, and so is a longer history of the
+    same run.
+    """
     return int(run.start_time.timestamp() * 1000) * EVENTS + _length(run)

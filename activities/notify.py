@@ -1,4 +1,7 @@
-"""Tells people what cannot wait until somebody looks. Whether it has a way to, a fleet's backend knows."""
+"""Notifies people of events that cannot wait until they look.
+
+The fleet's backend knows whether it has a way to.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class PeopleActivities:
 
     @activity.defn
     async def tell_people(self, notice: Notice) -> str:
-        """Tell them once, or now and then twice: an answer that was lost is no proof. Returns what became of it, a clause."""
+        """Notify people. Return the outcome as a clause.
+
+        They may be notified twice: if the answer is lost, the notification is sent again.
+        """
         try:
             backend = self._fleets.backend(notice.fleet)
         except KeyError as error:

@@ -1,4 +1,7 @@
-"""From the agent's JSON to observations. What cannot be read is said to be unreadable, never left out."""
+"""Converts the agent's JSON to observations.
+
+A part that cannot be read is reported as unreadable, never left out.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from relaunch.job.launchers import Failure, failures
 
 MESSAGE_LIMIT = 2000
 TRACEBACK_LIMIT = 8000
-"""Characters. A traceback is read from its end; sixteen of them must stay far below 256 KiB."""
+"""Characters. A traceback is cut at its start; sixteen of them must stay far below 256 KiB."""
 KERNEL_LINES, KERNEL_LINE = 20, 400
-"""What the agent sends at most; a line is ASCII."""
+"""The most that the agent sends; a line is ASCII."""
 
 
 def observations_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> tuple[Observation, ...]:
-    """Read what one line tells; the end of a launcher is that of its ranks."""
+    """Return the observations of one line. The end of a launcher becomes the ends of its ranks."""
     one = observation_from(node, raw, received_at)
     if one is None:
         return ()
@@ -29,7 +32,7 @@ def observations_from(node: str, raw: Mapping[str, Any], received_at: datetime) 
 
 
 def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -> Observation | None:
-    """Read one observation; None for kinds that say nothing a job acts on."""
+    """Return one observation, or None for kinds that a job does not act on."""
     kind = raw.get("kind")
     if kind == "RankExited":
         error, unreadable = error_from(raw.get("error"))
@@ -58,7 +61,8 @@ def observation_from(node: str, raw: Mapping[str, Any], received_at: datetime) -
     if kind in ("KeeperDied", "RanksVanished"):
         return RanksVanished(node, received_at, reason, "reboot" in reason, *kernel_from(raw))
     if kind == "Stopped":
-        # Whoever ordered it has moved on to a higher generation, or is a person; for this one it means that its ranks are gone.
+        # The order came from a higher generation or from a person; for this generation it means
+        # that its ranks are gone.
         return RanksFenced(node, received_at, "superseded", reason)
     return None
 
@@ -75,7 +79,10 @@ def _tail_from(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ...]:
-    """What a launcher says of its ranks that failed, with what each of them left; the launcher's own end where it says nothing."""
+    """Return the exits of the ranks that a launcher reports as failed.
+
+    Each has the rank's error file and output. If the launcher reports none, return its own exit.
+    """
     left = [one for one in raw.get("launched") or () if isinstance(one, Mapping)]
     told = failures([str(line) for line in raw.get("log_tail") or ()]) or _first_to_write(left, launcher.exit_code)
     found: list[RankExited] = []
@@ -84,7 +91,8 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
         if one is None:
             continue
         error, unreadable = error_from(one.get("error"))
-        # SIGTERM is how it ends the others once one has failed; who has written an error by then was ending already.
+        # The launcher ends the other ranks with SIGTERM once one has failed. A rank that had
+        # written an error by then was ending already.
         ended, raised = failure.signal == signal.SIGTERM, error is not None
         rank = replace(
             launcher,
@@ -92,7 +100,7 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
             local_rank=int(one.get("local_rank", 0)),
             exit_code=1 if ended and raised else failure.exit_code,
             signal=None if ended and raised else failure.signal,
-            # As the launcher has ordered them.
+            # Keep the launcher's order.
             at=launcher.at + timedelta(milliseconds=len(found)),
             stopped=bool(found) and ended and not raised,
             error=error,
@@ -106,17 +114,21 @@ def _below(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ..
 
 
 def _first_to_write(left: list[Mapping[str, Any]], exit_code: int | None) -> tuple[Failure, ...]:
-    """Who wrote an error first, where a launcher that failed did not say whose fault it was."""
+    """Return the failure of the rank that wrote an error first.
+
+    For a failed launcher that did not say which rank failed.
+    """
     errors = ((error_from(one.get("error"))[0], int(one["pid"])) for one in left)
     wrote = [(error.timestamp, pid) for error, pid in errors if error is not None and error.timestamp is not None]
     return (Failure(min(wrote)[1], exit_code, None),) if wrote and exit_code is not None else ()
 
 
 def kernel_from(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
-    """Read what the kernel said, and why that may not be all."""
+    """Return the kernel's lines, and why they may be incomplete."""
     lines, unreadable = raw.get("kernel"), raw.get("kernel_unreadable")
     if lines is None and unreadable is None and not raw.get("stopped") and raw.get("exit_code") != 0:
-        # Silence of an agent from before it read the kernel log: a generation outlives an upgrade of its controller.
+        # The agent is older than the reading of the kernel log: a generation can outlive an upgrade
+        # of its controller.
         return (), "the agent of this generation does not read it"
     if not isinstance(lines, list | None):
         return (), f"expected a list of lines, found {type(lines).__name__}"
@@ -125,9 +137,11 @@ def kernel_from(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | None]:
 
 
 def error_from(raw: Any) -> tuple[RankError | None, str | None]:
-    """Read TORCHELASTIC_ERROR_FILE's content: (error, None), (None, why it is unreadable) or (None, None) when there was none.
+    """Read the content of TORCHELASTIC_ERROR_FILE.
 
-    Both forms that torch 2.11 writes are taken (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
+    Return (error, None), (None, why it is unreadable), or (None, None) if there was none. Both
+    forms that torch 2.11 writes are accepted
+    (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
     """
     if raw is None:
         return None, None

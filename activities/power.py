@@ -1,6 +1,9 @@
-"""Runs the command that cycles a node's power, here where the worker is. Whether it may is asked before; whether it did, the node says.
+"""Runs the command that cycles a node's power, on the worker's machine.
 
-A command that was begun is never begun again, and is left to finish when the worker ends: half of it could leave the node without power.
+The caller checks before whether it may run; the node shows afterwards whether it worked.
+
+A command is never started a second time, and continues when the worker ends: half a power cycle
+could leave the node without power.
 """
 
 from __future__ import annotations
@@ -20,17 +23,21 @@ from relaunch.repair.state import Fact, NoAnswer, OrderDone
 from relaunch.spec.fleet import Power
 
 TAIL = 2048
-"""Bytes of its output that are kept: it goes into the history."""
+"""Bytes of its output that are kept: they go into the workflow history."""
 POLL = 0.05
 
 
 async def cycle_power(node: str, power: Power | None, within: float) -> Fact:
-    """Run it once. One that does not end in time is ended, and nobody knows what it did."""
+    """Run the power command once.
+
+    A command that exceeds `within` seconds is killed, and its effect is unknown.
+    """
     if power is None:
         return OrderDone({"outcome": "done", "missing": f"its fleet file gives {node} no power command any more"})
-    # The other words may be a password: none of them goes into a message.
+    # The other arguments may contain a password: none of them goes into a message.
     program = PurePath(power.cycle[0]).name
-    # A file, not a pipe: what it prints after this worker has died must not kill it.
+    # Use a file, not a pipe: a command that prints after this worker has died must not be killed by
+    # that.
     with tempfile.TemporaryFile() as output:
         try:
             running = _begin(power.cycle, output)
@@ -49,13 +56,19 @@ async def cycle_power(node: str, power: Power | None, within: float) -> Fact:
 
 
 def _begin(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Begin it in a session of its own. asyncio would kill it when its loop ends."""
+    """Start the command in a separate session.
+
+    asyncio is not used: it would kill the command at the end of its loop.
+    """
     env = _environment()
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
 def _environment() -> dict[str, str]:
-    """The worker's, for passwords that such commands take from there; without what makes a process one of ours."""
+    """Return the worker's environment without relaunch's own variables.
+
+    It may hold passwords that such commands need.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith(("RELAUNCH_", "TEMPORAL_"))}
 
 

@@ -1,6 +1,7 @@
-"""Looks at nodes, some with their GPUs: a driver that hangs delays what is told of its own node, and of no other.
+"""Looks at nodes, and reads the GPUs of some. A hanging driver delays the results of one node only.
 
-A reading that takes long goes on by itself and is told with a later look. A worker that dies forgets it, and the next one reads anew.
+A slow reading continues in the background, and a later look returns its result. If the worker dies,
+the reading is lost and the next worker reads again.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from relaunch.backends.answers import parse_list
 from relaunch.backends.base import Backend, BackendError
 
 PATIENCE = 1.0
-"""Seconds that a look waits for a reading; a node with persistence mode needs a fifth of one."""
+"""Seconds that a look waits for a reading. A node with persistence mode needs a fifth of a
+second."""
 KEPT = 300.0
-"""Seconds for which one that nobody waited for any more is worth telling: as often as they are read where nobody waits for a node."""
+"""Seconds for which the result of a background reading may be returned: the interval at which GPUs
+are read when no caller waits for a node."""
 
 Listed = Mapping[str, Any] | str
-"""What a node says of itself, or why it does not answer."""
+"""A node's answer to `list`, or why it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     listed: Listed
     gpus: object = None
-    """What was read of its GPUs."""
+    """The reading of its GPUs."""
     ago: timedelta = timedelta(0)
     was_read: bool = False
     unread: bool = False
-    """They were to be read, and the reading goes on."""
+    """Whether the GPUs were to be read and the reading is still running."""
 
 
 @dataclass(slots=True)
@@ -48,13 +51,14 @@ class Readings:
         self._under_way: dict[tuple[str, str], _Reading] = {}
 
     async def look(self, backend: Backend, fleet: str, node: str) -> Seen:
-        """Look at a node and its GPUs. A node that does not answer is looked at too."""
+        """Look at a node and its GPUs. A node that does not answer is returned with the reason."""
         key, now = (fleet, node), asyncio.get_running_loop().time()
         reading = self._under_way.pop(key, None)
         if reading is None or (reading.ended is not None and now - reading.ended > KEPT):
             reading = _Reading(asyncio.create_task(ask(backend, node, gpus=True), name=f"reading of {node}"))
             reading.task.add_done_callback(reading.over)
-        # What it says beside the reading is of another moment, and would come as late as that.
+        # Ask separately: the list that comes with the reading is from another moment, and may come
+        # as late as the reading.
         listed = await ask(backend, node)
         if isinstance(listed, str):
             if not reading.task.done():

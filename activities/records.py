@@ -1,4 +1,7 @@
-"""The archive of closed incidents: JSON lines, one file a job, read by `history`. A job's state holds only the newest."""
+"""Writes and reads the archive of closed incidents, for `history`.
+
+It has JSON lines, one file for each job. A job's state holds only the newest incidents.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class RecordActivities:
 
     @activity.defn
     async def archive_incidents(self, input: ArchiveIncidentsInput) -> int:
-        """Append incidents that are not in the archive yet; returns how many it holds of this job. Repeating it adds nothing."""
+        """Append incidents that are not in the archive yet; return how many it holds for this job.
+
+        Idempotent.
+        """
         return await asyncio.to_thread(self._append, input)
 
     def _append(self, input: ArchiveIncidentsInput) -> int:
@@ -40,7 +46,7 @@ class RecordActivities:
             file.seek(0)
             content = file.read()
             if content and not content.endswith(b"\n"):
-                # A writer died in the middle of a line; the line comes again with this very call.
+                # A writer died in the middle of a line; this same call writes the line again.
                 content = content[: content.rfind(b"\n") + 1]
                 file.truncate(len(content))
             known = set(content.splitlines())
@@ -56,7 +62,10 @@ def archive_file(archive: Path, namespace: str, job: str) -> Path:
 
 
 def read_archive(archive: Path, namespace: str, job: str) -> list[Incident]:
-    """Return the archived incidents, oldest first; a last line that is still being written is left out."""
+    """Return the archived incidents, oldest first.
+
+    A last line that is still being written is left out.
+    """
     path = archive_file(archive, namespace, job)
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""What a watch is asked for, what it reports, and what it shows while it goes on."""
+"""Defines the input of a watch, its report, and the heartbeat that it sends while it runs."""
 
 from __future__ import annotations
 
@@ -17,37 +17,42 @@ class WatchRanksInput:
     token: Token
     fleet: str
     nodes: tuple[str, ...]
-    """Of this shard."""
+    """The nodes of this shard."""
     ranks_per_node: int
-    """Whose exits a node tells: where the ranks have a launcher, that is the one process."""
+    """Processes per node whose exits the node reports: if the ranks have a launcher, only that one
+    process."""
     launched_at: datetime
     timeouts: Timeouts
     hang: HangLimits
     after_seq: dict[str, int] = field(default_factory=dict)
     exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks by node that are known to have exited with 0: their observations are behind `after_seq` and come no more."""
+    """Ranks by node that are known to have exited with 0. Their observations are before `after_seq`
+    and are not sent again."""
     lost: tuple[str, ...] = ()
-    """Nodes already reported unreachable: reported again only when they return."""
+    """Nodes already reported unreachable; reported again only when they return."""
     elsewhere: tuple[str, ...] = ()
-    """Those of `lost` of which it was reported that they answer from elsewhere."""
+    """Those of `lost` already reported as answering from another place than where their ranks were
+    started."""
     hang_known: bool = False
-    """A hang would be no news: the job waits for a lost node."""
+    """Whether to report no hang: the job already waits for a lost node."""
     report_at_step: int | None = None
     progress_expected: bool = False
     report_checkpoint: bool = False
-    """Somebody waits for a checkpoint: the next one that is finished is reported."""
+    """Whether to report the next finished checkpoint, because the job waits for one."""
     first_rank: int | None = None
-    """Number of the first process of the first node; each node has the next `ranks_per_node`. None: not known."""
+    """Number of the first process of the first node; each node has the next `ranks_per_node`. None:
+    not known."""
     world_size: int = 0
-    """Ranks of the whole job: a launcher is numbered behind them."""
+    """Ranks of the whole job. Launchers are numbered after them."""
     places: tuple[StartedPlaces, ...] = ()
-    """Where ranks may live on these nodes, as far as that is known: an answer from elsewhere is silence."""
+    """Where ranks may be alive on these nodes, as far as that is known. An answer from another
+    place counts as silence."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchReport:
     events: tuple[Event, ...]
-    """In the order in which a job should take them."""
+    """In the order in which a job should handle them."""
     after_seq: dict[str, int]
     exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks by node that have exited with 0."""
@@ -57,22 +62,23 @@ class WatchReport:
 
 @dataclass(frozen=True, slots=True)
 class WatchHeartbeat:
-    """What a running watch shows to people, and leaves to its successor."""
+    """The state of a running watch, shown to people and left to its successor."""
 
     generation: int
     step: int | None
     at: datetime
     rate: float | None
-    """Steps a second, over the newest advances."""
+    """Steps per second, over the newest advances."""
     values: dict[str, float]
-    """What the lowest reporting rank said beside its step, such as the loss."""
+    """Values that the lowest reporting rank reports beside its step, such as the loss."""
     reachable: int
     unreachable: tuple[str, ...]
     pace: Pace
     checkpoint: int | None = None
-    """The step of the newest one that is finished by all ranks that tell of theirs."""
+    """The step of the newest checkpoint that is finished by all ranks that report theirs."""
     based: bool = False
-    """It is known which checkpoint there was when this watch began: `baseline`, or none."""
+    """Whether it is known which checkpoint existed when this watch began: `baseline`, or none."""
     baseline: int | None = None
     stalled: tuple[str, ...] = ()
-    """Nodes whose disk hangs, or where the process that reaps ranks was stopped: exits there may not be told."""
+    """Nodes whose disk hangs, or where the process that reaps ranks was stopped: their exits may
+    not be reported."""

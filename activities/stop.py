@@ -1,4 +1,7 @@
-"""Stops ranks and proves them gone, or waits until the nodes that do not answer must have stopped them by themselves."""
+"""Stops ranks and proves them gone.
+
+For nodes that do not answer, it waits until they must have stopped their ranks by themselves.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from relaunch.job.places import StartedPlaces, find_doubt
 from relaunch.spec.policy import Timeouts
 
 LOOK_AGAIN = 2.0
-"""Seconds between two tries to stop a node that does not answer."""
+"""Seconds between two attempts to stop a node that does not answer."""
 MOST_NAMED = 8
 
 
@@ -32,17 +35,20 @@ class StopRanksInput:
     timeouts: Timeouts
     gang_size: int
     unheard_for: tuple[tuple[str, timedelta], ...] = ()
-    """Of nodes known to be lost, when this was ordered: ages, because clocks of controllers differ."""
+    """Time since nodes known to be lost were last heard, at the time of this order. These are ages
+    because the clocks of controllers differ."""
     fences: bool = True
     once: bool = False
-    """Try each node once and leave it at that: the ranks are known to have exited."""
+    """Whether to try each node only once: the ranks are known to have exited."""
     witnesses: tuple[str, ...] | None = None
-    """Where `generations` is empty: the nodes of the one gang that there is. None: all of `nodes`."""
+    """If `generations` is empty, the nodes of the only gang. None: all of `nodes`."""
     generations: tuple[LaunchedGeneration, ...] = ()
-    """The launches whose ranks may be alive: by their times, and by no present policy, silent nodes
-    are judged. Empty (an order of an older version): one launch, by the fields above."""
+    """The launches whose ranks may be alive. Silent nodes are judged by the times of these
+    launches, not by the current policy. Empty (an order of an older version): one launch, described
+    by the fields above."""
     places: tuple[StartedPlaces, ...] = ()
-    """Where the generations were started, as far as that is known: an answer from elsewhere is silence."""
+    """Where the generations were started, as far as that is known. An answer from another place
+    counts as silence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +59,12 @@ class StopRanksOutput:
 
 
 async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksOutput:
-    """Stop every node at once; each is asked again until it is proven gone, or must have fenced.
+    """Stop every node, and ask each again until it is proven gone or must have fenced itself.
 
     A silent node stops its own ranks once no node of its gang can vouch for it any more, so the
-    wait for it starts at the last proven stop of its gang, or at the end of the last lease there.
-    What an attempt before this one has proven is proven again: its clock starts again, too. Waits
-    and ages are measured by one clock of this process, which is never stepped.
+    wait for it starts at the last proven stop of its gang, or at the end of the last lease there. A
+    retried attempt proves everything again, and its clock starts again, too. Waits and ages are
+    measured by one clock of this process, which is never stepped.
     """
     since = read_boot_clock()
     last_heard = {node: since - age.total_seconds() for node, age in input.unheard_for}
@@ -135,7 +141,7 @@ def launched_generations(input: StopRanksInput) -> tuple[LaunchedGeneration, ...
 
 
 async def _try_to_stop(backend: Backend, node: str, order: StopOrder, places: tuple[StartedPlaces, ...]) -> str | None:
-    """Return None when the ranks are proven gone, else why not."""
+    """Try to stop the ranks of a node. Return None if they are proven gone, else why not."""
     try:
         answer = await backend.stop(node, order)
     except BackendError as error:
@@ -145,9 +151,10 @@ async def _try_to_stop(backend: Backend, node: str, order: StopOrder, places: tu
 
 @asynccontextmanager
 async def beating() -> AsyncIterator[list[Any]]:
-    """Heartbeat while the body runs, so that a dead worker is noticed within seconds and the next one goes on.
+    """Heartbeat while the body runs, so that a dead worker is noticed within seconds.
 
-    Yields the details that each beat carries: empty, for the body to fill. A beat without them would take away those of the last.
+    The server then starts the next attempt. Yields the list of details that each heartbeat carries:
+    empty, for the body to fill. A heartbeat without details would erase those of the previous one.
     """
     details: list[Any] = []
 

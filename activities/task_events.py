@@ -1,7 +1,10 @@
-"""Hears from whoever runs ranks that something has happened to one, and has the job look. It believes nothing of it and acts on nothing.
+"""Receives events from the platform that runs ranks, and has the job check the rank concerned.
 
-A message is taken off its queue only when somebody has been told: a watch of this very worker, or the job's workflow by a signal. What
-is lost on the way costs time and nothing else, for every watch looks by itself from time to time.
+It trusts no event and acts on none.
+
+A message is deleted from its queue only after it was passed on: to a watch of this worker, or to
+the job's workflow by a signal. A lost message costs only time, because every watch looks by itself
+at intervals.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from relaunch.backends.base import BackendError, EventQueue, TaskEvent
 from relaunch.messages.jobs import WORKFLOW_ID_PREFIX
 
 AGAIN = (1.0, 30.0)
-"""Seconds after which a queue that does not answer is asked again: the first time, and at most."""
+"""Seconds after which a queue that does not answer is asked again: the first and the longest
+delay."""
 SIGNAL_WITHIN = 10.0
 
 log = logging.getLogger("relaunch.events")
@@ -34,12 +38,15 @@ class Hint:
 
 class TaskEvents:
     def __init__(self, client: Client, queue: Callable[[], EventQueue | None]) -> None:
-        """`queue`: the one that there is now; it changes with the fleet's file."""
+        """Create the receiver.
+
+        `queue` returns the current queue, which changes with the fleet's file.
+        """
         self._client = client
         self._queue = queue
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Receive events until cancelled."""
         delay = AGAIN[0]
         while True:
             if (queue := self._queue()) is None:
@@ -57,7 +64,7 @@ class TaskEvents:
                 delay = min(AGAIN[1], 2 * delay)
 
     async def _tell(self, event: TaskEvent | None, queue: EventQueue) -> bool:
-        """Whether nobody has to be told any more."""
+        """Pass an event on if it concerns a job. Return whether its message can be deleted."""
         if event is None or event.token is None or not event.ended or event.token.namespace != self._client.namespace:
             return True
         if queue.hint(event.what):
@@ -72,7 +79,7 @@ class TaskEvents:
             return False
         except RPCError as error:
             if error.status is RPCStatusCode.NOT_FOUND:
-                return True  # it has ended
+                return True  # the job has ended
             log.warning("job %s could not be told of %s, which stays in the queue: %s", token.job, event.what, error)
             return False
         return True

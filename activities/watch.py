@@ -1,6 +1,7 @@
-"""Watches the ranks of one generation on up to 256 nodes and returns when there is something to decide.
+"""Watches the ranks of one generation on up to 256 nodes, and reports what needs a decision.
 
-It decides nothing and stops nothing. Nodes are its witnesses: it may die, be repeated or run twice, and no rank notices.
+It decides nothing and stops nothing. All facts come from the nodes: a watch may die, be repeated or
+run twice without any effect on ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from relaunch.job.places import explain_forgotten, find_doubt, parse_place
 from relaunch.spec.policy import Timeouts
 
 RECONNECT = (0.1, 2.0)
-"""Seconds between two tries to reach a node: the first, and the most."""
+"""Seconds between two attempts to reach a node: the first and the longest delay."""
 
 
 class WatchActivities:
@@ -38,15 +39,19 @@ class WatchActivities:
 
     @activity.defn
     async def watch_ranks(self, input: WatchRanksInput) -> WatchReport:
-        """Watch until a fault, an end, a loss, a return, a hang, until `report_at_step` is passed, or until a checkpoint is finished,
-        where one is waited for."""
+        """Watch ranks until there is something to decide.
+
+        That is a fault, an end, a loss, a return, a hang, the passing of `report_at_step`, or a
+        finished checkpoint if one is waited for.
+        """
         info = activity.info()
         pace = Pace(started_at=input.launched_at, expected=input.progress_expected)
         before = _left_behind(info.heartbeat_details)
         if before is not None and before.generation != input.token.generation:
             before = None
         if before is not None:
-            # What was learned is kept. Where training stands is not known until a node says so, and the time away is no interval.
+            # Keep the learned pace. The current step is not known until a node reports it, and the
+            # gap between the two watches must not count as an interval.
             pace = replace(before.pace, step=None, advanced_at=None)
         gang = Gang(input, pace, before)
         try:
@@ -55,7 +60,10 @@ class WatchActivities:
             raise group.exceptions[0] from None
 
     def _reach(self, fleet: str, node: str, before: Backend | None) -> Backend:
-        """Return what reaches the node by the fleet file of now; one that is not in it any more is reached as before."""
+        """Return the backend that reaches the node by the current fleet file.
+
+        A node that is no longer in the file is reached as before.
+        """
         now = self._fleets.backend(fleet)
         try:
             now.node(node)
@@ -74,7 +82,8 @@ class WatchActivities:
             try:
                 await asyncio.wait({reporting, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if not reporting.done():
-                    # At once, instead of when the graceful period is over: the successor re-attaches in a few milliseconds.
+                    # Hand over now rather than at the end of the graceful period: the successor
+                    # attaches in a few milliseconds.
                     raise ApplicationError("this worker shuts down", type="HandOver", next_retry_delay=timedelta(milliseconds=1))
                 return await reporting
             finally:
@@ -82,9 +91,10 @@ class WatchActivities:
                     task.cancel()
 
     async def _keep_leases(self, gang: Gang, task_token: bytes, interval: float) -> None:
-        """Renew leases, each time only after the server has acknowledged that this attempt is the current one.
+        """Renew leases, only after the server acknowledged that this attempt is the current one.
 
-        A watcher that was superseded, or that cannot reach the server, renews nothing: nodes then ask their peers.
+        Each renewal needs such an acknowledgement. A watch that was superseded, or that cannot
+        reach the server, renews nothing: nodes then ask their peers.
         """
         handle = self._client.get_async_activity_handle(task_token=task_token)
         while True:
@@ -93,7 +103,7 @@ class WatchActivities:
             try:
                 await handle.heartbeat(details)
             except AsyncActivityCancelledError:
-                activity.heartbeat(details)  # whose answer tells the SDK, which cancels this
+                activity.heartbeat(details)  # its answer tells the SDK, which cancels this
                 await asyncio.sleep(interval)
                 continue
             except RPCError as error:
@@ -110,40 +120,52 @@ class Superseded(Exception):
 
 
 def _left_behind(details: Sequence[Any]) -> WatchHeartbeat | None:
-    """Read what the watch before this one left; None where that was another version, whose words we do not know."""
+    """Return the state that the previous watch left, or None if it cannot be read.
+
+    It cannot be read if another version wrote it in another form.
+    """
     if not details:
         return None
     try:
-        # The SDK decodes details without knowing their type: what is nested in them comes as plain mappings.
+        # The SDK decodes details without knowing their type: nested values come as plain mappings.
         return TypeAdapter(WatchHeartbeat).validate_python(details[0])
     except ValidationError:
         return None
 
 
 async def _beat(gang: Gang, interval: float) -> None:
-    """Show where training stands, and that this watch lives. Nobody is told whether the server has heard it."""
+    """Heartbeat with the current progress. Whether the server received it is not reported."""
     while True:
         activity.heartbeat(gang.heartbeat())
         await gang.wait_for_beat(interval)
 
 
 def beat_interval(timeouts: Timeouts) -> float:
-    """Seconds between two heartbeats to the server, of which three may be lost before another worker takes over.
+    """Return the seconds between two heartbeats to the server.
 
-    Each is a write to the server's database: a thousand jobs that beat every second are more than one SQLite file takes.
+    Three may be lost before another worker takes over.
+
+    Each heartbeat is a write to the server's database: a thousand jobs that send one every second
+    are more than one SQLite file can take.
     """
     return min(3.0, timeouts.lease.total_seconds() / 4)
 
 
 def renewal_interval(timeouts: Timeouts) -> float:
-    """Seconds between two acknowledged heartbeats, each of which renews the leases: several fit into what a lease has left."""
+    """Return the seconds between two acknowledged heartbeats, each of which renews the leases.
+
+    Several of them fit into the rest of a lease.
+    """
     return timeouts.lease.total_seconds() / 6
 
 
 async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: str) -> None:
-    """Keep a connection to one node; every fact it says goes to the gang. Ends when the node has nothing more to say.
+    """Keep a connection to one node and pass all its lines to the gang.
 
-    Each connection is made by the fleet file of that moment: a node that was renumbered is found again.
+    Return when the node has nothing more to report.
+
+    Each connection uses the fleet file of that moment, so a node whose address changed is found
+    again.
     """
     token = gang.input.token
     backend: Backend | None = None
@@ -182,7 +204,10 @@ async def _follow(reach: Callable[[Backend | None], Backend], gang: Gang, node: 
 
 
 def _find_doubt(gang: Gang, node: str, line: Mapping[str, Any]) -> str | None:
-    """Say why what answers says nothing of the node's ranks: it is not where they were started."""
+    """Return why an answer says nothing about the node's ranks, or None.
+
+    It says nothing if it is not from where they were started.
+    """
     places, hello = gang.input.places, line.get("hello")
     if isinstance(hello, Mapping):
         return find_doubt(places, node, parse_place(hello.get("place")))
@@ -192,5 +217,8 @@ def _find_doubt(gang: Gang, node: str, line: Mapping[str, Any]) -> str | None:
 
 
 def _unknown_generation(gang: Gang, node: str, line: Mapping[str, Any]) -> None:
-    """The place where ranks were started, or where none ever were, knows of none: they are gone."""
+    """Report the ranks as gone.
+
+    The place where they were started, or where none ever were, does not know the generation.
+    """
     gang.observed(node, RanksVanished(node, datetime.now(UTC), f"the node refuses to be watched: {line.get('reason')}"))

@@ -1,4 +1,5 @@
 """relaunch keeps GPU training jobs running.
 
-This file is also the top of what runs on the nodes: standard library of Python 3.8 only.
+This package file is also part of the zipapp that runs on the nodes, so it may use only the standard
+library of Python 3.8.
 """

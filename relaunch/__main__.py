@@ -1,6 +1,8 @@
-"""`python -m relaunch …` is the command line, `python -m relaunch worker …` the worker.
+"""Entry point of the command line and of the worker.
 
-As a file this starts the package that it lies in, whatever else is installed: `up` starts its own processes by it.
+`python -m relaunch …` is the command line, `python -m relaunch worker …` the worker. Run as a file,
+it starts the package that contains it, whatever other version is installed; `up` starts its own
+processes this way.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Run the command of this process and end it."""
+    """Run the command that the arguments name, and end this process."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if not __package__ and root not in sys.path:
         sys.path.insert(0, root)

@@ -1,6 +1,6 @@
-"""What whoever runs relaunch can set: read once, from the environment and one file, and never changed.
+"""Settings that the operator can change: read once from the environment and one file, then fixed.
 
-How to reach Temporal is not here: that is Temporal's own configuration (`connection`).
+How to reach Temporal is not configured here but by Temporal's own configuration (see `connect`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "RELAUNCH_"
 FILE_VARIABLE = "RELAUNCH_SETTINGS"
 DEFAULT_FILE = "relaunch.toml"
 NO_WARM = "RELAUNCH_NO_WARM"
-"""Makes the command line start without the help of a running `up`; for whoever measures or suspects it."""
+"""Makes the command line start without the help of a running `up`, to measure or debug."""
 OF_RANKS = (
     "RELAUNCH_JOB",
     "RELAUNCH_GENERATION",
@@ -27,11 +27,15 @@ OF_RANKS = (
     "RELAUNCH_NODE_STATE",
     "RELAUNCH_AGENT_STATE",
 )
-"""Variables that relaunch gives to ranks and agents: not settings, and no mistakes either when a rank calls the command line."""
+"""Variables that relaunch sets for ranks and agents. They are not settings, and they are not
+rejected as unknown when a rank runs the command line."""
 
 
 class ConfigError(Exception):
-    """What a person wrote cannot be used. One sentence: the thing, the value, what is expected."""
+    """Configuration that cannot be used.
+
+    The message is one sentence: the item, its value, what is expected.
+    """
 
 
 class Settings(BaseModel):
@@ -40,17 +44,18 @@ class Settings(BaseModel):
     state: Path = Path(".relaunch")
     """Folder of the embedded server, of local nodes and of archived incidents."""
     jobs: int = Field(default=100, ge=1, le=10_000)
-    """How many jobs this worker watches at once: each holds one activity slot for its whole life."""
+    """How many jobs this worker watches at once; each job holds one activity slot until it ends."""
     task_queue: str = Field(default="relaunch", min_length=1)
     graceful_shutdown: float = Field(default=5.0, ge=0)
-    """Seconds that running activities are given when the worker is stopped."""
+    """Seconds that running activities are given to finish when the worker is stopped."""
     answer_within: float = Field(default=5.0, gt=0)
-    """Seconds for an answer of a node that needs no waiting there; a node that takes longer counts as unreachable for that call."""
+    """Seconds to wait for an answer that a node can give at once; a node that takes longer counts
+    as unreachable for that call."""
     metrics: str | None = None
     """host:port on which the worker serves Prometheus metrics."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     fleets: tuple[Path, ...] = ()
-    """Fleet files. In the environment separated by `:`, as in PATH."""
+    """Fleet files. In the environment they are separated by `:`, as in PATH."""
 
     @field_validator("fleets", mode="before")
     @classmethod
@@ -71,7 +76,7 @@ class Settings(BaseModel):
 
 
 def settings_file() -> Path | None:
-    """The file in use: the one that $RELAUNCH_SETTINGS names, or relaunch.toml where we stand."""
+    """Return the settings file: the one $RELAUNCH_SETTINGS names, or ./relaunch.toml."""
     named = os.environ.get(FILE_VARIABLE, "")
     if named:
         return Path(named)
@@ -79,10 +84,10 @@ def settings_file() -> Path | None:
 
 
 def read_settings(**overrides: Any) -> Settings:
-    """Read the settings; `overrides` are what the command line says.
+    """Read the settings; `overrides` are the values given on the command line.
 
     Raises:
-        Mistake: a value, a key or the file itself cannot be used.
+        ConfigError: a value, a key or the file itself cannot be used.
     """
     file = settings_file()
     written: dict[str, Any] = {}

@@ -1,4 +1,7 @@
-"""Values to JSON and back, for everything that goes through Temporal. Made in one place: `connection.data_converter`."""
+"""The data converter between Python values and JSON for everything sent through Temporal.
+
+Clients get it from one place: `temporal.data_converter`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validated values that users and people write: names, durations, reasons; and the strict base of what has them."""
+"""Validated values that users write (names, durations, reasons) and their strict base model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DURATION_PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d
 
 
 def parse_name(value: str) -> str:
-    """Check a name of a job, a fleet or a node: it becomes a workflow id, a folder and a search attribute."""
+    """Check a name of a job, fleet or node: a workflow id, a folder and a search attribute."""
     if not NAME_PATTERN.fullmatch(value):
         raise ValueError(f"{value!r} is not a name: 1 to 63 letters, digits, '.', '_' or '-', starting and ending with a letter or digit")
     return value
 
 
 def parse_duration(value: Any) -> Any:
-    """Read `90s`, `5m`, `1h30m`, `2d`; anything else is left for pydantic to refuse or accept (timedelta, ISO 8601)."""
+    """Parse `90s`, `5m`, `1h30m`, `2d`; leave other values to pydantic (timedelta, ISO 8601)."""
     if isinstance(value, bool | int | float):
         raise ValueError(f"{value!r} has no unit: write a duration such as 30s, 5m or 1h30m")
     if isinstance(value, str) and value and not value.startswith("P"):
@@ -35,7 +35,7 @@ def parse_duration(value: Any) -> Any:
 
 
 def duration(value: timedelta) -> str:
-    """Write a duration as users do: 90s, 5m, 1h30m, 2d."""
+    """Format a duration as users write it: 90s, 5m, 1h30m, 2d."""
     seconds = value.total_seconds()
     if seconds % 1 or seconds < 60:
         return f"{seconds:g}s"
@@ -60,7 +60,7 @@ Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(
 
 
 def parse_reason(text: str) -> str:
-    """Refuse a reason that was given and says nothing.
+    """Reject a reason that is given but says nothing.
 
     Raises:
         ValueError: it is empty or blank.
@@ -71,11 +71,12 @@ def parse_reason(text: str) -> str:
 
 
 Reason = Annotated[str, AfterValidator(parse_reason)]
-"""Of what a person orders; left out where the message allows that, but never blank."""
+"""Reason of an order that a person gives; it may be left out where the message allows that, but
+never blank."""
 
 
 class Pattern(Protocol):
-    """A compiled regular expression, of `re` or of RE2."""
+    """A compiled regular expression, from `re` or from RE2."""
 
     def search(self, text: str, /) -> Match | None: ...
 
@@ -87,12 +88,14 @@ class Match(Protocol):
 
 
 def compile_pattern(value: str) -> Pattern:
-    """Compile a pattern that a user wrote, so that no text makes it match for long.
+    """Compile a pattern that a user wrote so that matching time is bounded for every text.
 
-    RE2's time grows with the text and the pattern and never with the possibilities, which is what lets it run inside a workflow.
+    RE2's time grows with the length of the text and of the pattern and never exponentially, so the
+    pattern may run inside a workflow.
 
     Raises:
-        ValueError: it is no regular expression, or needs what RE2 has not: looking ahead or behind, back references.
+        ValueError: it is not a regular expression, or needs what RE2 lacks: lookahead, lookbehind,
+            back references.
     """
     import re2
 
@@ -101,7 +104,8 @@ def compile_pattern(value: str) -> Pattern:
     except re.error as error:
         raise ValueError(f"{value!r} is not a regular expression: {error}") from None
     options = re2.Options()
-    options.log_errors = False  # to stderr, beside the sentence that this raises
+    # would go to stderr, in addition to the error that this function raises
+    options.log_errors = False
     try:
         return re2.compile(value, options)  # type: ignore[no-any-return]
     except re2.error as error:
@@ -111,6 +115,6 @@ def compile_pattern(value: str) -> Pattern:
 
 
 class Strict(BaseModel):
-    """An edge of the system: unknown keys are refused, values never change."""
+    """Base model for data from outside: unknown keys are rejected, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,6 +1,8 @@
-"""How our programs begin and end: with the project's own Python, so that nobody has to activate anything, and without taking it apart.
+"""How relaunch's programs start and end.
 
-Standard library and old syntax only: whatever `python3` is found first reads this file.
+They start with the project's own Python, so that users need not activate an environment, and end
+without finalizing the interpreter. This file is read by whichever `python3` is found first, so it
+uses only the standard library and old syntax.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def use_project_python() -> None:
-    """Start this script again in the `.venv` of its checkout, unless it runs there already or there is none."""
+    """Restart this script in the `.venv` of its checkout, if there is one and it is not in use."""
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ".venv")
     python = os.path.join(folder, "bin", "python")
-    # pyvenv.cfg makes sys.prefix point into the folder; without one the comparison would never become true.
+    # pyvenv.cfg makes sys.prefix point to the folder; without it the comparison below would never
+    # hold and the script would restart itself without end.
     if not os.path.exists(os.path.join(folder, "pyvenv.cfg")) or not os.access(python, os.X_OK):
         return
     if os.path.realpath(sys.prefix) != os.path.realpath(folder):
@@ -26,10 +29,11 @@ def use_project_python() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without taking the interpreter apart.
+    """End the process without finalizing the interpreter.
 
-    The SDK's native threads may still deliver the answer to a call that nobody awaits any more; into an interpreter that is being finalized
-    that is an abort or a segmentation fault (seen after everything was done: 134, 139), and it would hide the exit code.
+    The SDK's native threads may still deliver the result of a call that no coroutine awaits any
+    more. In an interpreter that is being finalized that causes an abort or a segmentation fault
+    (seen after all work was done: exit codes 134, 139), which would hide the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):

@@ -1,6 +1,7 @@
-"""How starter and worker reach Temporal: address, data converter, and what a namespace must know before jobs run in it.
+"""How starter and worker reach Temporal: address, data converter, and required namespace setup.
 
-It refuses to guess: with no TEMPORAL_ADDRESS and no `up` that runs on this state folder, there is no connection.
+The address is never guessed: without TEMPORAL_ADDRESS and without an `up` running on this state
+folder, there is no connection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 UP_FILE = "up.json"
 CONNECT_WITHIN = 10.0
-"""Seconds: more than a server needs to restart (under 1 s), less than a person waits without asking."""
+"""Seconds: more than a server needs to restart (under 1 s), less than a person would wait."""
 RETENTION = timedelta(days=30)
 KEYWORD, INT, KEYWORD_LIST = "Keyword", "Int", "KeywordList"
 SEARCH_ATTRIBUTES = {"Phase": KEYWORD, "Cause": KEYWORD, "Strategy": KEYWORD, "Nodes": KEYWORD_LIST, "Generation": INT}
@@ -35,14 +36,16 @@ class Up:
     ui: str
     pid: int
     started: int
-    """Of the process, by the kernel: a process id alone may belong to somebody else by now."""
+    """Start time of the process, from the kernel: the pid alone may have been reused."""
 
 
 def data_converter() -> DataConverter:
-    """Return the converter that clients, workers and tests share: pydantic's, with the readers of all types kept for the whole process.
+    """Return the shared converter of clients, workers and tests.
 
-    The SDK makes a converter for each workflow instance, and its own keeps the readers for that instance only: 70 ms of building them
-    for each job that is started or replayed, and a thousand copies in memory (`benchmarks/many.py` failed workflow tasks by it).
+    It is pydantic's, with type adapters cached for the whole process. The SDK makes a converter for
+    each workflow instance, and its own keeps the type adapters for that instance only: it takes 70
+    ms to build them for each job that is started or replayed, and memory holds a thousand copies
+    (`benchmarks/many.py` failed workflow tasks because of it).
     """
     from relaunch.converter import shared_converter
 
@@ -50,18 +53,22 @@ def data_converter() -> DataConverter:
 
 
 def process_started(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None when there is no such process, or only its remains."""
+    """Return when a process started, in clock ticks since boot.
+
+    Return None if there is no such process, or only a zombie.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # Field 2 is the name in parentheses and may hold anything; 3 is the state, 22 the start.
+    # Field 2 is the name in parentheses and may contain anything; field 3 is the state, 22 the
+    # start time.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def running_up(state: Path) -> Up | None:
-    """The `up` that runs on this state folder, if there is one."""
+    """Return the `up` that runs on this state folder, if there is one."""
     try:
         up = Up(**json.loads((state / UP_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -77,10 +84,10 @@ def write_up(state: Path, address: str, ui: str) -> None:
 
 
 async def connect(state: Path, address: str | None = None) -> Client:
-    """Connect to the server that Temporal's own configuration names, or to the `up` that runs on `state`.
+    """Connect to the server of Temporal's own configuration, or to the `up` that runs on `state`.
 
     Raises:
-        Mistake: no server is named, none answers, or the configuration cannot be used.
+        ConfigError: no server is named, none answers, or the configuration cannot be used.
     """
     from temporalio.client import Client
     from temporalio.envconfig import ClientConfig
@@ -100,7 +107,8 @@ async def connect(state: Path, address: str | None = None) -> Client:
         return await asyncio.wait_for(Client.connect(**config, data_converter=data_converter()), CONNECT_WITHIN)
     except TimeoutError:
         raise ConfigError(f"the Temporal server at {target} did not answer within {CONNECT_WITHIN:g} s") from None
-    except (RuntimeError, ValueError) as error:  # what the SDK raises for refused, unresolvable and malformed addresses
+    except (RuntimeError, ValueError) as error:
+        # the SDK raises these for refused, unresolvable and malformed addresses
         cause = str(error).splitlines()[0]
         raise ConfigError(
             f"the Temporal server at {target} cannot be reached: {cause}; expected the host:port of a running server"
@@ -108,10 +116,10 @@ async def connect(state: Path, address: str | None = None) -> Client:
 
 
 async def read_server_id(client: Client) -> str:
-    """Return what tells this server, and this namespace of it, from all others.
+    """Return an id that distinguishes this server and namespace from all others.
 
-    It is the id that the server's database gave the namespace when it was made: it outlives restarts
-    of the server, and a namespace that is replicated to another cluster keeps it there.
+    It is the id that the server's database gave the namespace at creation. It survives restarts of
+    the server, and a namespace keeps it when it is replicated to another cluster.
     """
     from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
 
@@ -121,10 +129,12 @@ async def read_server_id(client: Client) -> str:
 
 
 async def ensure_namespace(client: Client) -> None:
-    """Make the namespace know our search attributes, and keep closed jobs for `RETENTION`. Repeating it changes nothing.
+    """Register our search attributes in the namespace and keep closed jobs for `RETENTION`.
+
+    The call is idempotent.
 
     Raises:
-        Mistake: an attribute of that name exists with another type.
+        ConfigError: an attribute of that name exists with another type.
     """
     from google.protobuf.duration_pb2 import Duration
     from temporalio.api.enums.v1 import IndexedValueType
@@ -152,7 +162,7 @@ async def ensure_namespace(client: Client) -> None:
                 AddSearchAttributesRequest(namespace=client.namespace, search_attributes=missing)
             )
         except RPCError as error:
-            # Another worker was faster.
+            # Another worker has added them first.
             if error.status != RPCStatusCode.ALREADY_EXISTS:
                 raise
     described = await client.workflow_service.describe_namespace(DescribeNamespaceRequest(namespace=client.namespace))

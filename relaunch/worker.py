@@ -1,4 +1,4 @@
-"""The worker, and the one place where everything is put together: settings, connection, fleets, activities, workflows."""
+"""The worker, which wires everything: settings, connection, fleets, activities, workflows."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.training_job.workflow import TrainingJob
 
 WORKFLOW_TASKS = 8
-"""At the same moment. They share one interpreter: each of a hundred would take as long as all of them, which is longer than a job's task
-may take, and all would be done again, for ever."""
+"""Maximum number of concurrent workflow tasks. They share one interpreter: of a hundred at once,
+each would take as long as all of them together, exceed the workflow task timeout and be retried,
+endlessly."""
 OTHER_ACTIVITIES = 50
-"""Slots beside those of the watches: launches, stops, reading logs. A watch holds its slot for as long as the job runs."""
+"""Activity slots in addition to those of the watches: launches, stops, reading logs. A watch holds
+its slot for as long as the job runs."""
 
 
 @dataclass(slots=True)
@@ -53,22 +55,24 @@ class WorkerFleets:
     specs: dict[str, FleetSpec] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
     files: dict[str, tuple[Path, Callable[[Path, FleetSpec], Backend]]] = field(default_factory=dict)
-    """Where each was read, and what makes its backend; a fleet that is in no file stays as it is."""
+    """The file each fleet was read from, and the factory of its backend; a fleet that is in no file
+    stays as it is."""
     seen: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """The file as it was when it was read last, by what changes with it."""
+    """Signature of each file (see `_signature`) when it was last read."""
     replaced: list[Backend] = field(default_factory=list)
-    """Backends of fleets as they were: whatever goes on over them comes to its end."""
+    """Backends of earlier versions of the fleets, kept so that operations in progress on them can
+    finish."""
     server: str = ""
     """The id of the Temporal server that this worker works for."""
 
     def serve_for(self, server: str) -> None:
-        """Give all orders to nodes in the name of this Temporal server, before the first is given."""
+        """Set the Temporal server in whose name nodes get orders; call before the first order."""
         self.server = server
         for backend in self.backends.values():
             backend.server = server
 
     def read_again(self, fleet: str) -> FleetSpec:
-        """Read the fleet's file anew, and serve what it says now.
+        """Read the fleet's file again, and serve what it now says.
 
         Raises:
             KeyError: there is no such fleet.
@@ -105,12 +109,17 @@ class WorkerFleets:
         return self.backends[fleet]
 
     def _follow(self, fleet: str) -> None:
-        """Read a file that has changed: of several workers only one is told to, and the others are asked for its new nodes as well."""
+        """Read the file again if it has changed.
+
+        Of several workers only one runs the activity that reads it again, but the others are also
+        asked about its new nodes.
+        """
         if fleet not in self.files or self.seen.get(fleet) in (None, _signature(self.files[fleet][0])):
             return
         try:
             self.read_again(fleet)
-        except ValueError as error:  # whoever reads it for the fleet says so to people
+        except ValueError as error:
+            # the activity that reads the file for the fleet reports the error to people
             logging.getLogger("relaunch").warning("fleet %s is served as it was: %s", fleet, error)
 
     async def close(self) -> None:
@@ -119,7 +128,7 @@ class WorkerFleets:
 
 
 def _signature(path: Path) -> tuple[int, int, int]:
-    """What differs when a file has been written: zeros where there is none."""
+    """Return values that differ once a file has been written: zeros if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -131,7 +140,8 @@ def make_fleets(settings: Settings) -> WorkerFleets:
     """Read the fleet files and make a backend for each.
 
     Raises:
-        Mistake: a file cannot be used, two have the same name, or a backend is not there yet.
+        ConfigError: a file cannot be used, two have the same name, or a backend is not available
+            yet.
     """
     fleets = WorkerFleets()
     agent = build_agent(settings.state / "agent")
@@ -140,7 +150,8 @@ def make_fleets(settings: Settings) -> WorkerFleets:
         if spec.backend == "local":
             return LocalBackend(spec, settings.state, agent, settings.answer_within)
         if spec.backend == "ssh":
-            # Here and not above: a worker of local nodes need not wait for the import of paramiko.
+            # Imported here and not above: a worker of local nodes need not wait for the import of
+            # paramiko.
             from relaunch.backends.ssh.backend import SshBackend
 
             try:
@@ -204,8 +215,9 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
             logs.read_stacks,
             logs.read_incidents,
         ],
-        # The sandbox imports our modules anew for every job and guards each call, which was most of what a worker of many jobs did.
-        # The tests replay every history in it: docs/decisions/0015-workflows-outside-the-sandbox.md.
+        # The sandbox imports our modules again for every job and guards each call, which took most
+        # of the time of a worker with many jobs. The tests replay every history in it:
+        # docs/decisions/0015-workflows-outside-the-sandbox.md.
         workflow_runner=UnsandboxedWorkflowRunner(),
         max_concurrent_activities=settings.jobs + OTHER_ACTIVITIES,
         max_concurrent_workflow_tasks=WORKFLOW_TASKS,
@@ -213,9 +225,9 @@ def make_worker(client: Client, settings: Settings, fleets: WorkerFleets) -> Wor
         max_cached_workflows=max(1000, 2 * settings.jobs),
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(),
-        # A worker that was killed delays the next decision by this much; the default is 10 s.
+        # A killed worker delays the next decision by this much; the default is 10 s.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),
-        # Cancellations ride on heartbeats, and progress shown to people too.
+        # Cancellations are delivered with heartbeats, and so is the progress shown to people.
         max_heartbeat_throttle_interval=timedelta(seconds=1),
         graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown),
     )
@@ -240,7 +252,7 @@ async def serve(settings: Settings) -> None:
             await asyncio.wait({asyncio.create_task(stop.wait()), *beside}, return_when=asyncio.FIRST_COMPLETED)
         for one in beside:
             if one.done():
-                one.result()  # raises what nobody expected of it
+                one.result()  # raises unexpected errors
     finally:
         for one in beside:
             one.cancel()
@@ -249,7 +261,10 @@ async def serve(settings: Settings) -> None:
 
 
 def _beside(client: Client, fleets: WorkerFleets) -> Iterator[Coroutine[Any, Any, None]]:
-    """What goes on beside the worker for fleets of ECS: hearing events, writing quarantines and the tables of old dashboards."""
+    """Yield the background tasks for ECS fleets, which run beside the worker.
+
+    They receive task events, write quarantines and write the tables of old dashboards.
+    """
     names = [name for name, spec in fleets.specs.items() if spec.backend == "ecs"]
     if not names:
         return

@@ -1,1 +1,1 @@
-"""Remembers: the durable workflows."""
+"""The durable workflows, which keep all lasting state."""

@@ -1,4 +1,5 @@
-"""What the web UI shows of a job: search attributes, memo, and the page's current details. No secrets in any of these."""
+"""What the web UI shows of a job: search attributes, memo, and current details. None of them holds
+secrets."""
 
 from __future__ import annotations
 
@@ -23,18 +24,22 @@ NODES = SearchAttributeKey.for_keyword_list("Nodes")
 GENERATION = SearchAttributeKey.for_int("Generation")
 
 DETAILS_LIMIT = 18_000
-"""Bytes; the server takes 20,000."""
+"""Bytes; the server accepts 20,000."""
 MOST_INCIDENTS = 8
 
 
 def attributes(job: JobState) -> dict[str, object]:
-    """What the search attributes should be now; compare before upserting, each upsert is an event."""
-    # A job that failed or was cancelled keeps the cause it ended with, so that `Phase = "FAILED" AND Cause = "HANG"` finds it.
+    """Return the current values of the search attributes.
+
+    Compare them before upserting: each upsert is an event in the history.
+    """
+    # A job that failed or was cancelled keeps its last cause, so that `Phase = "FAILED" AND Cause =
+    # "HANG"` finds it.
     ended_badly = job.phase in (Phase.FAILED, Phase.CANCELLED) and bool(job.incidents)
     incident = job.incident or (job.incidents[-1] if ended_badly else None)
     last = next((d.strategy for d in reversed(incident.decisions) if d.strategy), None) if incident else None
     if incident is None and job.strategy is Strategy.GROW:
-        last = Strategy.GROW.value  # as long as what grew runs: no incident has it
+        last = Strategy.GROW.value  # shown while the grown generation runs: no incident records it
     return {
         "Phase": job.phase.value,
         "Generation": job.generation,
@@ -59,7 +64,11 @@ def memo(job: JobState) -> dict[str, object]:
 
 
 def current_details(job: JobState, now: datetime) -> str:
-    """The job's page as an incident report: what is, why, what next, what is left, how to overrule it. Markdown."""
+    """Return the job's page as an incident report, in Markdown.
+
+    It shows the state, its reason, the next step, the remaining budgets, and how to overrule the
+    job.
+    """
     lines = [
         f"## {job.phase} · generation {job.generation}",
         "",
@@ -79,7 +88,7 @@ def current_details(job: JobState, now: datetime) -> str:
         lines += [f"**Fewer than it takes** {job.fewer}", ""]
     if job.avoided:
         lines += ["**Avoided** " + ", ".join(avoided.node for avoided in job.avoided[:16]), ""]
-    # Lists, not tables: the web UI sets the cells of a table without any space between them.
+    # Lists, not tables: the web UI renders the cells of a table without space between them.
     lines += ["### Budgets", "", f"- the job's own restarts: {job.restarts_spent} of {job.policy.max_restarts} spent"]
     lines += [f"- generations without progress: {job.flat_generations} of {job.policy.no_progress_stop}"]
     for budget in used_budgets(job, now):
@@ -135,13 +144,14 @@ def _answers(job: JobState) -> list[str]:
 
 
 def repair_details(repair: RepairState, step: Step, course: Course | None = None, waits: str = "") -> str:
-    """The page of a repair: what is done to which node, for whom, and what was found so far. Markdown.
+    """Return the page of a repair, in Markdown: what is done to which node, for whom, and what was
+    found.
 
     Args:
-        repair: As it is.
-        step: What it does now.
-        course: What was found and done before, where an examination says what is done.
-        waits: For what permission of its fleet it waits; empty: for none.
+        repair: The current state.
+        step: The current step.
+        course: What was found and done before, if an examination decides on the treatment.
+        waits: The permission of the fleet that it waits for; empty if none.
     """
     match step:
         case Finish():
@@ -171,7 +181,8 @@ def repair_details(repair: RepairState, step: Step, course: Course | None = None
 
 
 def course_details(course: Course, step: Treatment, by: str, deadline: datetime) -> str:
-    """The page of a repair for which an examination says what is done, while it is not done. Markdown."""
+    """Return the page of an examination that decides on treatments, while no treatment runs.
+    Markdown."""
     match step:
         case Finish():
             doing = f"{step.outcome}: {step.reason}"

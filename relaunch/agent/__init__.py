@@ -1,1 +1,4 @@
-"""What relaunch runs on a node: it reports facts and obeys orders, and decides nothing but to fence itself."""
+"""The agent that relaunch runs on a node: it reports facts and obeys orders.
+
+The only decision it makes itself is to fence its own ranks.
+"""

@@ -1,7 +1,8 @@
-"""Entry of the agent: `session`, or one command with its order on stdin.
+"""Entry point of the agent: `session`, or one command with its order on stdin.
 
-(`nvml` is what the agent calls itself with, to read GPUs; `rank` is what it has a launcher call, for each rank; `task` is one command
-in a container, with its order as an argument; `container` runs the ranks of a container.)
+Other arguments: `nvml`, with which the agent calls itself to read GPUs; `rank`, which a launcher
+calls for each rank; `task`, one command in a container with its order as an argument; `container`,
+which runs the ranks of a container.
 """
 
 from __future__ import annotations

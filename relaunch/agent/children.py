@@ -1,6 +1,7 @@
-"""The processes that carry out commands, one at a time each: forked ahead, and serving again if nothing of the last one stuck.
+"""The processes that carry out commands, one command at a time each.
 
-What a command does is for orders, watch and reports; whom its lines go to is for the session.
+They are forked ahead of time and reused if the last command left nothing open. The commands
+themselves are in orders, watch and reports; the session decides where their output goes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COMMANDS: dict[str, Command] = {
     "reboot": lambda state, order, reading, writing: repairs.reboot(state, order),
 }
 SIZE = 4
-"""Bytes that tell the length of an order to a child."""
+"""Bytes of the length prefix of an order to a child."""
 FREE = b"\n"
 """An empty line from a child: it can take another command."""
 
@@ -44,9 +45,10 @@ def write(handle: int, data: bytes) -> None:
 
 
 def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int) -> bool:
-    """Do one command and print its lines. Return whether it was done, as against refused or a watch.
+    """Carry out one command and print its lines; return whether it was done.
 
-    NoAnswer and a crash print no line. A `prepare` that was done does not return: its process becomes the keeper.
+    It was not done if it was refused or is a watch. NoAnswer and a crash print no line. A `prepare`
+    that was done does not return: its process becomes the shim.
     """
     answer: Union[Json, Becoming, None]
     try:
@@ -58,7 +60,8 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
     except (NoAnswer, TimeoutError) as error:
         raise SystemExit(f"no answer: {error}") from error
     except OSError as error:
-        # Who watches connects again, and takes a refusal for the word that nothing of it is here.
+        # A watcher reconnects; it would take a refusal to mean that its generation is not on this
+        # node.
         if not disk.is_full(error) or command == "watch":
             raise
         answer = disk.refuse(state, f"{command} was not carried out").answer
@@ -67,7 +70,7 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
     told = answer.answer if isinstance(answer, Becoming) else answer
     try:
         write(writing, line(told))
-    except BrokenPipeError:  # whoever ordered went away; the order was carried out all the same
+    except BrokenPipeError:  # the caller disconnected; the order was carried out all the same
         pass
     if isinstance(answer, Becoming):
         answer.become()
@@ -78,8 +81,8 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
 def _serve(state: Path, reading: int, writing: int) -> None:
     """Carry out one command after the other.
 
-    Only a process that is as it was before may serve again: done, and nothing left open. A descriptor that stayed could
-    be a lock.
+    A process may serve again only if it is unchanged: the command was done and left no descriptor
+    open. A descriptor that stayed open could be a lock.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -103,14 +106,14 @@ def _serve(state: Path, reading: int, writing: int) -> None:
 
 
 def _take(reading: int) -> Json | None:
-    """Read one order exactly: what follows it on the pipe belongs to its command."""
+    """Read exactly one order: what follows it on the pipe belongs to its command."""
     size = _read_exactly(reading, SIZE)
     text = _read_exactly(reading, int.from_bytes(size, "big")) if size else b""
     return parse(text) if text else None
 
 
 def _read_exactly(reading: int, size: int) -> bytes:
-    """Return so many bytes, or none when the other side has gone."""
+    """Return exactly `size` bytes, or none if the other side has closed."""
     text = b""
     while len(text) < size:
         data = os.read(reading, size - len(text))
@@ -121,7 +124,7 @@ def _read_exactly(reading: int, size: int) -> bytes:
 
 
 class Child:
-    """A process that waits for a command, or has one under way."""
+    """A process that waits for a command, or is carrying one out."""
 
     def __init__(self, state: Path) -> None:
         reading, self.to_child = os.pipe()
@@ -138,16 +141,18 @@ class Child:
         """Give it a command; raise BrokenPipeError if it has died."""
         self.number, self.command, self.answered = number, command, False
         text = line({"command": command, "order": order})
-        os.set_blocking(self.to_child, True)  # it is reading, and an order may be larger than a pipe
+        # it is reading, and an order may be larger than a pipe
+        os.set_blocking(self.to_child, True)
         write(self.to_child, len(text).to_bytes(SIZE, "big") + text)
         os.set_blocking(self.to_child, False)
 
     def send(self, value: Json) -> None:
-        if self.command != "watch":  # the others listen to nothing but the end
+        if self.command != "watch":  # the other commands listen only for the end of their input
             return
         try:
             os.write(self.to_child, line(value))
-        except (BrokenPipeError, BlockingIOError, ValueError):  # it ended, or does not listen; a renewal comes again
+        except (BrokenPipeError, BlockingIOError, ValueError):
+            # it ended, or does not read; a renewal will be repeated
             pass
 
     @property

@@ -1,7 +1,8 @@
-"""A full disk under the state folder: room that is kept for what must be written, and what people are told.
+"""Handling of a full disk under the state folder: reserved space and the messages to people.
 
-Three kinds of room: blocks behind the end of a journal, a spare beside a file that must be replaced
-whole, and a ballast that is given up when an order to stop finds neither.
+There are three kinds of reserve: blocks behind the end of a journal, a spare file beside a file
+that must be replaced as a whole, and a ballast that is released when an order to stop finds
+neither.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from relaunch.agent.protocol import Refused
 
 MIN_FREE_BYTES = 1024 * 1024
-"""What a generation needs beside its logs, several times over."""
+"""Several times what a generation needs in addition to its logs."""
 MIN_FREE_INODES = 64
 BALLAST_NAME = "ballast"
 BALLAST_BYTES = 64 * 1024
@@ -23,15 +24,15 @@ SPARE_BYTES = 4096
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
-# Python 3.8 knows posix_fallocate alone, which changes the size.
+# Python 3.8 has only posix_fallocate, which changes the file size.
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 def log(text: str) -> None:
-    """Write a line to stderr, which is the log of a keeper. A disk that does not take it loses it."""
+    """Write a line to stderr, the log of a shim; it is lost if the disk does not accept it."""
     try:
         os.write(2, f"{text}\n".encode())
-    except OSError:  # nothing else could say so
+    except OSError:  # there is no other place to report it
         pass
 
 
@@ -40,7 +41,7 @@ def is_full(error: OSError) -> bool:
 
 
 def refuse(state: Path, what: str) -> Refused:
-    """Return the refusal of an order for which there is no room; `what` was not done."""
+    """Return the refusal of an order for which there is no space; `what` says what was not done."""
     free = _describe_free(state)
     return Refused(
         "disk_full",
@@ -64,7 +65,7 @@ def _count_free_bytes(found: os.statvfs_result) -> int:
 
 
 def refuse_if_full(state: Path, what: str) -> None:
-    """Refuse an order that needs room before it has changed anything."""
+    """Refuse an order that needs space before it has changed anything."""
     found = os.statvfs(state)
     inodes = found.f_favail if found.f_files else MIN_FREE_INODES
     if _count_free_bytes(found) < MIN_FREE_BYTES or inodes < MIN_FREE_INODES:
@@ -72,12 +73,15 @@ def refuse_if_full(state: Path, what: str) -> None:
 
 
 def preallocate(handle: int, size: int) -> bool:
-    """Reserve blocks for a file up to this size and leave its length as it is. Not every file system can."""
+    """Reserve blocks for a file up to this size without changing its length.
+
+    Return False if the file system does not support it or has no space.
+    """
     return bool(_libc.fallocate(handle, _KEEP_SIZE, 0, size) == 0)
 
 
 def punch_hole(handle: int, start: int, end: int) -> bool:
-    """Give up the blocks between two offsets; what is read there from now on is zeros."""
+    """Release the blocks between two offsets, which then read as zeros; return success."""
     return bool(_libc.fallocate(handle, _KEEP_SIZE | _PUNCH_HOLE, start, end - start) == 0)
 
 
@@ -93,9 +97,10 @@ def _second_spare_of(path: Path) -> Path:
 
 
 def make_spare(path: Path, size: int = SPARE_BYTES) -> None:
-    """Have allocated blocks beside a file, so that it can be replaced on a full disk.
+    """Allocate blocks beside a file, so that it can be replaced on a full disk.
 
-    Where the file is not there yet, its first writing takes one spare, and leaves none behind.
+    If the file does not exist yet, a second spare is made: the first write uses one up without
+    leaving a replaced file as the next spare.
     """
     _allocate(_spare_of(path), size)
     if not path.exists():
@@ -116,9 +121,10 @@ def _allocate(spare: Path, size: int) -> None:
 
 
 def write_into_spare(path: Path, data: bytes, durable: bool) -> bool:
-    """Replace a file by its spare, which needs no block; return whether there was one that is large enough.
+    """Replace a file by its spare, which needs no new blocks.
 
-    The file that was replaced is the next spare. Data is padded with spaces, which JSON allows.
+    Return False if there is no spare that is large enough. The replaced file becomes the next
+    spare. Data is padded with spaces, which JSON allows.
     """
     spare = _spare_of(path)
     try:
@@ -135,7 +141,7 @@ def write_into_spare(path: Path, data: bytes, durable: bool) -> bool:
         if durable:
             os.fsync(handle)
     except OSError as error:
-        if is_full(error):  # a file system that writes each block to another place
+        if is_full(error):  # a copy-on-write file system needs new blocks
             return False
         raise
     finally:
@@ -143,7 +149,8 @@ def write_into_spare(path: Path, data: bytes, durable: bool) -> bool:
     previous = path.with_name(f".{path.name}.previous")
     try:
         os.link(path, previous)
-    except OSError:  # there is none yet, or no room for its name: the spare is used up
+    except OSError:
+        # the file does not exist yet, or there is no space for its name: the spare is used up
         os.replace(spare, path)
         with suppress(FileNotFoundError):
             os.replace(_second_spare_of(path), spare)
@@ -157,7 +164,7 @@ def write_into_spare(path: Path, data: bytes, durable: bool) -> bool:
 
 
 def make_ballast(state: Path) -> None:
-    """Keep room on the disk that `release_ballast` can give up."""
+    """Reserve disk space that `release_ballast` can release."""
     path = state / BALLAST_NAME
     try:
         if os.stat(path).st_size >= BALLAST_BYTES:
@@ -172,7 +179,7 @@ def make_ballast(state: Path) -> None:
 
 
 def release_ballast(state: Path) -> bool:
-    """Give up the ballast; return whether there was one."""
+    """Release the ballast; return whether there was one."""
     try:
         os.unlink(state / BALLAST_NAME)
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""Cuts and failpoints: the only fault injection in the agent. What is not in the state folder never happens."""
+"""Cuts and failpoints: the only fault injection in the agent.
+
+Both are files in the state folder; without them nothing is injected.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from pathlib import Path
 
 
 def cut(state: Path, way: str) -> bool:
-    """Whether this node is cut off in the given way: controller-in, controller-out or peers. Read afresh each time."""
+    """Return whether this node is cut off in a direction: controller-in, controller-out or peers.
+
+    The file is read on each call.
+    """
     try:
         return way in (state / "cut").read_text().split()
     except FileNotFoundError:
@@ -16,7 +22,7 @@ def cut(state: Path, way: str) -> bool:
 
 
 def reach_failpoint(state: Path, name: str) -> None:
-    """Die here by SIGKILL if the failpoint of this name is set; it is spent by that."""
+    """Kill this process with SIGKILL if the named failpoint is set, and clear the failpoint."""
     try:
         os.unlink(state / "failpoints" / name)
     except (FileNotFoundError, NotADirectoryError):

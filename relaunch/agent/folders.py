@@ -1,6 +1,6 @@
-"""Where the state of this node lies: which of the candidate folders is used, and who may own it.
+"""Where the state of this node lies: which candidate folder is used, and who may own it.
 
-Standard library only, no import of the agent: knows nothing of jobs.
+Uses only the standard library and no module of the agent; knows nothing about jobs.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 PERSISTENT_ROOT = Path("/var/lib")
-"""No program removes what is old here. Only root can make a folder in it."""
+"""No program removes old files here. Only root can create a folder in it."""
 TEMPORARY_ROOT = Path("/var/tmp")
-"""Every user can make a folder here. systemd-tmpfiles removes what is old on many systems."""
+"""Every user can create a folder here. On many systems systemd-tmpfiles removes old files."""
 MAX_ALTERNATIVES = 9
-"""Names that are tried where another user has taken the first one."""
+"""Names to try if another user has taken the first one."""
 SHARED_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "afs", "9p", "panfs",
     "wekafs", "orangefs", "sshfs", "virtiofs",
 )  # fmt: skip
-"""How their names begin. A test holds them equal to those of `nodes check`."""
+"""Prefixes of their names. A test holds them equal to those of `nodes check`."""
 FORGETFUL_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 class FolderError(Exception):
-    """A folder that cannot be used for state, and why."""
+    """A folder that cannot be used for state; the message says why."""
 
 
 def list_candidates(uid: int) -> List[Path]:
@@ -36,9 +36,9 @@ def list_candidates(uid: int) -> List[Path]:
 
 
 def list_places(state: str) -> List[str]:
-    """Return every folder that may hold the state of the same node and user, `state` included.
+    """Return every folder that may hold the state of the same node and user, including `state`.
 
-    Ranks and keepers name the folder that they were started from. After that folder was removed,
+    Ranks and shims name the folder that they were started from. After that folder was removed,
     another candidate may be the one in use.
     """
     candidates = [os.path.realpath(path) for path in list_candidates(os.geteuid())]
@@ -49,15 +49,16 @@ def list_places(state: str) -> List[str]:
 
 
 def choose_folder(name: str, find_used: Callable[[List[str]], Optional[str]] = lambda places: None) -> Path:
-    """Return the state folder of this node among the candidates, made where there is none yet.
+    """Return the state folder of this node among the candidates; create it if there is none yet.
 
-    The first candidate that holds state already wins, whatever else has become possible since:
-    two sessions must agree, and state is never left behind while ranks of it may live. Otherwise
-    it is the one that a living keeper uses, from which it was removed, else the first one that can be made.
+    The first candidate that already holds state wins, even if a preferred one has become possible
+    since: two sessions must agree, and state must not be abandoned while ranks in it may live.
+    Otherwise it is the folder that a living shim was started from and that was removed since,
+    otherwise the first candidate that can be created.
 
     Args:
-        name: Of the node, among those that may share the candidates.
-        find_used: Given state folders, returns the one that a living keeper was started from.
+        name: Name of the node, unique among those that may share the candidates.
+        find_used: Given state folders, returns the one that a living shim was started from.
     """
     candidates = list_candidates(os.geteuid())
     for candidate in candidates:
@@ -67,7 +68,8 @@ def choose_folder(name: str, find_used: Callable[[List[str]], Optional[str]] = l
     if used is not None:
         try:
             return secure_folder(secure_folder(Path(used).parent) / name)
-        except FolderError:  # another user took its place; orders look for processes in all places
+        except FolderError:
+            # another user has taken its place; orders look for processes in all places
             pass
     reasons = []
     for candidate in candidates:
@@ -89,7 +91,7 @@ def choose_folder(name: str, find_used: Callable[[List[str]], Optional[str]] = l
 
 
 def open_given_folder(given: str) -> Path:
-    """Return the state folder that the environment names, made if need be."""
+    """Return the state folder that the environment names; create it if necessary."""
     path = Path(os.path.abspath(given))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ def open_given_folder(given: str) -> Path:
 
 
 def secure_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter, or raise FolderError if it is not ours."""
+    """Create a folder that only this user can enter; raise FolderError if another user owns it."""
     _refuse_open_parent(path.parent)
     try:
         path.mkdir(mode=0o700)
@@ -166,7 +168,7 @@ def _is_own(path: Path) -> bool:
 
 
 def is_shared(kind: str) -> bool:
-    """Return whether several machines may see a file system of this type."""
+    """Return whether several machines may share a file system of this type."""
     if kind.startswith("fuse."):
         kind = kind[len("fuse.") :]
     return kind.startswith(SHARED_FILE_SYSTEMS)

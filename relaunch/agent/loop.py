@@ -1,6 +1,6 @@
-"""Waiting on many descriptors in one thread, and lines over them that never block.
+"""A single-threaded poll loop, and line-based channels over descriptors that never block.
 
-Bounded both ways: a peer that does not read is dropped, not waited for.
+Buffers are bounded in both directions: a peer that does not read is dropped, not waited for.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Loop:
             self._poll.unregister(handle)
 
     def turn(self, until: float) -> None:
-        """Wait until something is ready or the time (CLOCK_BOOTTIME) has come, and handle it."""
+        """Wait until a descriptor is ready or until `until` (CLOCK_BOOTTIME); handle events."""
         for handle, events in self._poll.poll(max(0, int((until - now()) * 1000 + 0.999))):
             ready = self._ready.get(handle)
-            if ready is not None:  # an earlier one of this turn may have closed it
+            if ready is not None:  # an earlier handler of this turn may have closed it
                 ready(events)
 
 
 class Channel:
-    """Lines over a descriptor that it owns (two, where reading and writing are different ones)."""
+    """Lines over a descriptor that it owns."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Channel:
 
     @property
     def behind(self) -> bool:
-        """Whether the other side has not read all yet."""
+        """Whether the other side has not read everything yet."""
         return bool(self._out)
 
     def send(self, value: Json) -> None:
@@ -83,12 +83,12 @@ class Channel:
             self._flush()
 
     def hear_pending(self) -> None:
-        """Hear now what has come already."""
+        """Process input that has already arrived."""
         if not self.closed:
             self._read()
 
     def finish(self) -> None:
-        """Close once all has been sent."""
+        """Close once everything has been sent."""
         self.closing = True
         if not self._out:
             self.drop()
@@ -112,7 +112,7 @@ class Channel:
                 sent = os.write(self.handle, self._out)
             except BlockingIOError:
                 break
-            except OSError as error:  # whatever it is called, the other side is gone
+            except OSError as error:  # whatever the errno, the other side is gone
                 self.error = error.errno
                 self.drop()
                 return
@@ -128,7 +128,7 @@ class Channel:
             data = os.read(self.handle, 65536)
         except BlockingIOError:
             return
-        except OSError as error:  # whatever it is called, the other side is gone
+        except OSError as error:  # whatever the errno, the other side is gone
             self.error = error.errno
             data = b""
         if not data:
@@ -156,7 +156,7 @@ def take_line(buffer: bytearray) -> bytes | None:
 
 
 def parse(text: bytes) -> Json | None:
-    """Return the object in a line; what is not one is noise."""
+    """Return the JSON object in a line, or None: other lines are noise."""
     try:
         value = json.loads(text)
     except ValueError:

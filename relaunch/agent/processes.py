@@ -1,6 +1,7 @@
-"""Which processes are there, whose they are, and how they are made to go. Knows nothing of jobs beyond their tokens.
+"""Finding, identifying, forking and signalling processes.
 
-A process is named by its pid *and* its start time, so that a pid which was given to somebody else is never signalled.
+Knows nothing of jobs beyond their tokens. A process is identified by its pid *and* its start time,
+so that a pid which has been reused is never signalled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Fork a child that does this work and nothing else, and return its pid."""
+    """Fork a child that runs `work` and then exits; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -48,24 +49,24 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, and go at once if that has already happened."""
+    """Have the kernel kill this process when its parent dies; exit now if it has already died."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def reset_signals() -> None:
-    """Undo what Python and its parents did to signals: SIGPIPE ignored, SIGHUP ignored by nohup, masks."""
+    """Reset signal handling changed by Python or parents: SIGPIPE and SIGHUP ignored, masks."""
     for number in range(1, signal.NSIG):
         try:
             signal.signal(number, signal.SIG_DFL)
-        except (OSError, ValueError):  # SIGKILL, SIGSTOP and the two that libc keeps for itself
+        except (OSError, ValueError):  # SIGKILL, SIGSTOP and the two that libc reserves
             continue
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """Close every other descriptor above stderr."""
+    """Close all other descriptors above stderr."""
     keep = set(kept)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
@@ -89,7 +90,10 @@ class Process(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """A dead leader whose threads are not all gone still holds its GPU: that is how a stuck driver looks."""
+        """Whether the process lives, including a dead leader with threads left.
+
+        Such a leader still holds its GPU: a process stuck in a driver looks like this.
+        """
         return self.state not in "ZX" or self.threads > 1
 
 
@@ -111,7 +115,7 @@ def identify_self() -> Process:
 
 
 def lives(pid: int, started: int) -> bool:
-    """Whether this very process is alive."""
+    """Return whether the process with this pid and start time is alive."""
     found = look(pid)
     return found is not None and found.started == started and found.lives
 
@@ -121,14 +125,14 @@ def _all_pids() -> list[int]:
 
 
 _LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
-"""CONFIG_PROC_CHILDREN: most kernels have it."""
+"""Requires CONFIG_PROC_CHILDREN, which most kernels have."""
 
 
 def children() -> list[int]:
-    """Return every child that was not reaped yet.
+    """Return all children that were not reaped yet.
 
-    A list that the kernel makes while children come and go may lack some of them, but not here: the caller has one thread,
-    so that none is taken off the list, and what is added is added at its end.
+    A list that the kernel makes while children come and go may lack some of them, but not here: the
+    caller has one thread, so no child is removed from the list, and new ones are appended.
     """
     if not _LISTS_CHILDREN:
         return [found.pid for found in map(look, _all_pids()) if found is not None and found.parent == os.getpid()]
@@ -142,15 +146,18 @@ def _listed_children(parent: int) -> list[int]:
         for thread in os.listdir(f"/proc/{parent}/task"):
             with open(f"/proc/{parent}/task/{thread}/children", "rb") as file:
                 pids += [int(text) for text in file.read().split()]
-    except (FileNotFoundError, ProcessLookupError):  # it ended while we looked: its children are somebody else's by now
+    except (FileNotFoundError, ProcessLookupError):
+        # it ended meanwhile: its children have another parent by now
         pass
     return pids
 
 
 def descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process]:
-    """Living processes below `ancestor`. For a subreaper that is everything it ever caused to be, setsid or not.
+    """Return the living processes below `ancestor`.
 
-    One that changes its parent meanwhile may be missing, so whoever wants them all gone has to look again.
+    For a subreaper these are all processes it ever caused to start, with or without setsid. A
+    process that changes its parent meanwhile may be missing, so a caller that wants all of them
+    gone must look again.
     """
     left_out = set(without)
     below: list[Process] = []
@@ -179,10 +186,10 @@ def descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process]:
 
 
 def list_below(ancestor: Process, without: Iterable[int] = ()) -> list[Process]:
-    """Living processes below this very process; none once it is dead.
+    """Return the living processes below exactly this process; none once it is dead.
 
-    Its children then have another parent, which may be the init of the machine: what is below that
-    is every process there is. So neither a pid alone nor `os.getppid()` may be asked for this.
+    The children of a dead process have another parent, which may be the init of the machine, and
+    below that is every process. So neither a pid alone nor `os.getppid()` may be passed for this.
     """
     if ancestor.pid <= 1 or not lives(ancestor.pid, ancestor.started):
         return []
@@ -191,16 +198,16 @@ def list_below(ancestor: Process, without: Iterable[int] = ()) -> list[Process]:
 
 
 def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dict[int, int], without: Iterable[int] = ()) -> list[Process]:
-    """Every living process of a token on this node.
+    """Return every living process on this node that carries a matching token.
 
     Args:
         prefix: how the token in the environment begins.
-        wanted: given what follows the prefix, whether the token is meant.
+        wanted: given what follows the prefix, returns whether the token matches.
         state: the state folder that the environment must name as well, or another one of the same
             node: nodes may share a machine.
-        groups: pid and start time of known ranks; the members of their groups and sessions are meant
-            too, for a process may have overwritten its environment.
-        without: pids that are not meant.
+        groups: pid and start time of known ranks; the members of their groups and sessions match
+            too, because a process may have overwritten its environment.
+        without: pids to leave out.
     """
     token = f"RELAUNCH_TOKEN={prefix}".encode()
     places = {f"RELAUNCH_NODE_STATE={place}".encode() for place in list_places(state)}
@@ -213,7 +220,7 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 environment = file.read()
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # it has ended, or belongs to another user
             environment = b""
         named = False
         if token in environment:
@@ -234,18 +241,20 @@ def of_token(prefix: str, wanted: Callable[[str], bool], state: str, groups: dic
 
 
 def with_dying(left: list[Process], killed: list[Process]) -> list[Process]:
-    """Return `left` and those of `killed` that are not gone.
+    """Return `left` and those of `killed` that are not gone yet.
 
-    On its way out a process gives its memory back, and so its environment, before it closes its files and devices.
+    An exiting process releases its memory, and with it its environment, before it closes its files
+    and devices.
     """
     found = {process.pid for process in left}
     return left + [process for process in killed if process.pid not in found and lives(process.pid, process.started)]
 
 
 def kill(process: Process, number: int) -> bool:
-    """Signal this very process; one that is gone, or whose pid is another's by now, is left alone.
+    """Signal exactly this process; return whether that was permitted.
 
-    Returns whether that was permitted: what a rank has started by sudo is root's.
+    A process that is gone, or whose pid has been reused, is left alone. It is not permitted for a
+    process that a rank has started with sudo, which belongs to root.
     """
     now = look(process.pid)
     if now is None or now.started != process.started:
@@ -260,7 +269,7 @@ def kill(process: Process, number: int) -> bool:
 
 
 def can_signal(pid: int) -> bool:
-    """Whether this user may signal a process; also true of one that is gone."""
+    """Return whether this user may signal a process; also True if it is gone."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -271,8 +280,9 @@ def can_signal(pid: int) -> bool:
 
 
 def kill_group(leader: int, number: int) -> None:
-    """Signal the group of a child that was not reaped yet: until then its number cannot be another's."""
+    """Signal the group of a child that was not reaped yet, so its id cannot have been reused."""
     try:
         os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):  # the latter: by sudo it has become root's, and ends by itself or is left
+    except (ProcessLookupError, PermissionError):
+        # the latter: with sudo it has become root's, and ends by itself or is left
         pass

@@ -1,4 +1,4 @@
-"""The words of the protocol: tokens, refusals, lines, and the reading of an order's fields.
+"""Protocol types: tokens, refusals, lines, and the parsing of an order's fields.
 
 Touches no file and no process.
 """
@@ -14,11 +14,11 @@ from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
 VERSION = 1
 Json = Dict[str, Any]
 Order = Tuple[int, int]
-"""(submission, generation): how tokens of one job compare."""
+"""(submission, generation), by which the tokens of one job are compared."""
 
 
 class Refused(Exception):
-    """An order that this node will not carry out, and why."""
+    """An order that this node will not carry out; the answer says why."""
 
     def __init__(self, why: str, reason: str, **extra: Any) -> None:
         super().__init__(reason)
@@ -26,24 +26,27 @@ class Refused(Exception):
 
 
 class NoAnswer(Exception):
-    """It is not known what became of the order: the command ends without an answer, and its sender asks again."""
+    """The outcome of the order is unknown: the command ends without an answer and is retried."""
 
 
 @dataclass(frozen=True)
 class Becoming:
-    """An answer, and what the process that gave it turns into."""
+    """An answer, and what the process that gave it becomes afterwards."""
 
     answer: Json
     become: Callable[[], None]
 
 
 def now() -> float:
-    """Seconds since boot, suspended time included: a node that slept has not renewed anything meanwhile."""
+    """Return seconds since boot including suspended time, in which no lease was renewed."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def finite(value: Any) -> Any:
-    """Write a number that JSON has no word for as the text that float() reads: a loss of NaN is news, not an error."""
+    """Replace numbers that JSON lacks (NaN, infinities) by text that float() reads.
+
+    A loss of NaN is information, not an error.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -62,14 +65,15 @@ def line(value: Json) -> bytes:
 
 @dataclass(frozen=True)
 class Token:
-    """One launch of a job."""
+    """The token of one launch of a job."""
 
     namespace: str
     job: str
     submission: int
     generation: int
     server: str = ""
-    """The Temporal server whose job this is: two may have a namespace and a job of the same name. Empty: its order did not say."""
+    """The Temporal server that the job belongs to: two servers may have a namespace and a job of
+    the same name. Empty if the order did not name it."""
 
     @property
     def order(self) -> Order:
@@ -77,7 +81,7 @@ class Token:
 
     @property
     def job_path(self) -> str:
-        """What tells this job from all others on the node."""
+        """What distinguishes this job from all others on the node."""
         return job_path(self.server, self.namespace, self.job)
 
     @property
@@ -100,7 +104,7 @@ def job_path(server: str, namespace: str, job: str) -> str:
 
 
 def parse_token(text: str) -> Optional[Token]:
-    """Read `Token.text`; None: it is no token."""
+    """Parse `Token.text`; return None if it is not a token."""
     parts = text.split("/")
     if len(parts) not in (4, 5) or not all(parts) or not (parts[-2].isdigit() and parts[-1].isdigit()):
         return None
@@ -115,7 +119,7 @@ _ABSENT: Any = object()
 
 
 class Fields:
-    """Reads the fields of an order; what is missing or of another kind is refused by name."""
+    """Parser of an order's fields; a missing field or a wrong type is refused by name."""
 
     def __init__(self, order: Any, within: str = "") -> None:
         if not isinstance(order, dict):
@@ -169,7 +173,10 @@ class Fields:
         return values
 
     def fleet(self) -> str:
-        """Whose order it is, as <server>/<namespace>/<fleet>; empty: a controller of before that was told."""
+        """Return the fleet that sent the order as <server>/<namespace>/<fleet>.
+
+        It is empty in orders of controllers from before this field existed.
+        """
         return self.text("fleet") if self.order.get("fleet") else ""
 
     def token(self) -> Token:
@@ -182,7 +189,7 @@ class Fields:
 
 
 def environment(value: Any, name: str) -> dict[str, str]:
-    """Read a mapping of environment variables."""
+    """Parse a mapping of environment variables."""
     variables = Fields(value, f"{name}.").order
     for key, text in variables.items():
         if not key or "=" in key or "\0" in key:

@@ -1,4 +1,4 @@
-"""What a node can tell without changing anything: its jobs, its logs, the stacks of its ranks."""
+"""Read-only reports of a node: its jobs, its logs, the stacks of its ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from relaunch.agent.ranks import journal, retention
 from relaunch.agent.state import Generation, JobState, boot_id, read_json
 
 POLL = 0.05
-"""Seconds between looks for new log lines while a caller waits."""
+"""Seconds between checks for new log lines while a caller waits."""
 THREADS = 256
-"""Threads of one rank that are looked at."""
+"""Maximum number of threads of one rank that are examined."""
 PY_SPY_PATIENCE = 20.0
 
 
 def _state_of(generation: Generation, observations: list[Json]) -> str:
-    """Say from the files what the keeper would say."""
+    """Derive from the files the state that the shim would report."""
     if not generation.keeper_lives():
         return "gone"
     if generation.started is None:
@@ -37,7 +37,10 @@ def _state_of(generation: Generation, observations: list[Json]) -> str:
 
 
 def list_jobs(state: Path, order: Fields) -> Json:
-    """Which generations live here, and with `gpus` what NVML says of the GPUs and who computes on them."""
+    """Return the generations on this node.
+
+    With `gpus`, the answer also has what NVML reports about the GPUs and which processes use them.
+    """
     jobs = []
     folder = state / "jobs"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -74,7 +77,8 @@ def list_jobs(state: Path, order: Fields) -> Json:
         )
     held = hold.held(state)
     answer: Json = {"outcome": "done", "boot_id": boot_id(state), "protocol": VERSION, "jobs": jobs, "held": held}
-    # Whoever holds the node may be resetting its GPUs, which wants nobody to have them open.
+    # The holder of the node may be resetting its GPUs, which requires that no process has them
+    # open.
     if not order.flag("gpus", False) or held is not None or reboots.under_way(state) is not None:
         return answer
     return {**answer, "gpus": gpu_users.told(state, gpus.read(state, inventory_only=True))}
@@ -90,7 +94,7 @@ def _known(state: Path, order: Fields) -> tuple[Generation, list[int]]:
 
 
 def _tail_offset(path: Path, lines: int, most: int) -> int:
-    """Where the last lines of a log begin, looking back over at most this many bytes."""
+    """Return the offset of the last lines of a log, looking back over at most this many bytes."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -108,7 +112,10 @@ def _tail_offset(path: Path, lines: int, most: int) -> int:
 
 
 def _chunk(path: Path, rank: int, offset: int, most: int, whole: bool) -> Json | None:
-    """Read on from an offset. A letter whose bytes are not all there yet is left for the next time, unless `whole`."""
+    """Read a log from an offset.
+
+    A character whose bytes are not all there yet is left for the next read, unless `whole`.
+    """
     try:
         with open(path, "rb") as file:
             begin = retention.find_kept(file.fileno(), offset)
@@ -147,7 +154,8 @@ def logs(state: Path, order: Fields, reading: int) -> Json:
             bad("a name in offsets", name, "a global rank")
         fields.whole(name)
     offsets: dict[int, int] = {}
-    for rank in [*ranks, *generation.launched]:  # a reader follows the whole job, so its offsets name the ranks of other nodes too
+    for rank in [*ranks, *generation.launched]:
+        # a reader follows the whole job, so its offsets also name ranks of other nodes
         if str(rank) in fields.order:
             offsets[rank] = fields.whole(str(rank))
         else:
@@ -216,7 +224,7 @@ def stacks(state: Path, order: Fields) -> Json:
             bad("rank", rank, f"one of {ranks}")
         ranks = [rank]
     pids, groups = {**generation.pids, **launched}, generation.groups
-    if groups:  # else the node has rebooted, and the pids mean nothing
+    if groups:  # otherwise the node has rebooted, and the pids mean nothing
         groups.update(launched.values())
     found: list[Json] = []
     for rank in ranks:

@@ -1,7 +1,8 @@
-"""The connection to a controller: one or many commands, each in a child of its own, its lines passed on whole.
+"""The connection to a controller: one or many commands, each in its own child process.
 
-The children are forked ahead and serve again: a recovery would wait for the fork. Holds no state. What happens to it makes
-the orders in flight ambiguous and nothing else.
+Lines of the children are passed on whole. The children are forked ahead and reused, because a
+recovery would have to wait for the fork. A session holds no state: if it fails, the orders in
+flight become ambiguous and nothing else is affected.
 """
 
 from __future__ import annotations
@@ -20,35 +21,36 @@ from relaunch.agent.protocol import VERSION, Json, Refused, line
 from relaunch.agent.state import boot_id
 
 FINISHED_ALWAYS = ("prepare", "start", "stop", "reset-gpus", "reboot")
-"""What is under way is finished although nobody listens any more; the others end."""
+"""These commands are finished even if the controller has disconnected; the others end."""
 HEALED = 0.2
-"""Seconds between looks whether a cut was lifted."""
+"""Seconds between checks whether a cut was lifted."""
 SPARES = 2
-"""Children that wait for a command: one that `prepare` will turn into a keeper, and one for the `start` that follows."""
+"""Idle children: one that `prepare` turns into a shim, and one for the `start` that follows."""
 QUIET = 0.05
-"""Seconds without a line before spares are replaced: a fork costs 2 ms, and a launch is not to wait for it."""
+"""Seconds without a line before spares are replaced: a fork costs 2 ms, which must not delay a
+launch."""
 
 
 class Session:
-    """Relays between a controller and the commands.
+    """Relay between a controller and the commands.
 
-    A cut drops what it would drop on a network. A connection that lost a line cannot go on as if it had not,
-    so once the cut is lifted it breaks.
+    A cut drops messages as a network would. A connection that lost a line cannot continue as if it
+    had not, so it closes once the cut is lifted.
     """
 
     def __init__(self, state: Path, single: str | None = None) -> None:
         self.state = state
         self.single = single
-        """The one command of a one-shot call, whose lines are not wrapped."""
+        """The command of a one-shot call, whose lines are not wrapped."""
         self.children: dict[int, Child] = {}
-        """Those that have a command, by the descriptor that they answer on."""
+        """Children that have a command, by the descriptor that they answer on."""
         self.spares: dict[int, Child] = {}
         self.unreaped: set[int] = set()
-        """What is ending, and keepers: children of this process until either ends."""
+        """Ending children, and shims: they stay children until they or this process end."""
         self.buffer = bytearray()
         self.open = True
         self.lost: set[str] = set()
-        """The ways in which a cut has swallowed something."""
+        """The directions in which a cut has dropped something."""
         self.deaf = False
         self.code = 0
 
@@ -60,7 +62,8 @@ class Session:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         gc.collect()
-        gc.freeze()  # what all children share is never looked at by their collections, so it is not copied
+        # Garbage collection in the children skips frozen objects, so shared pages are not copied.
+        gc.freeze()
         if self.single is None:
             hello = {"protocol": VERSION, "boot_id": boot_id(self.state), "pid": os.getpid()}
             self._print(line({"session": hello}))
@@ -77,7 +80,7 @@ class Session:
                     self.unreaped = {pid for pid in self.unreaped if os.waitpid(pid, os.WNOHANG)[0] == 0}
                 elif handle in self.children:
                     self._relay(self.children[handle])
-                elif handle in self.spares and not os.read(handle, 1):  # somebody killed it
+                elif handle in self.spares and not os.read(handle, 1):  # it was killed
                     self._bury(self.spares.pop(handle))
             if not ready and short:
                 spare = Child(self.state)
@@ -107,7 +110,7 @@ class Session:
                 self._hear(parse(text))
 
     def _read_single(self) -> None:
-        """Take the order as soon as it is whole, whether or not more will follow."""
+        """Take the order as soon as it is complete, whether or not more input follows."""
         value = parse(bytes(self.buffer))
         first, newline, rest = bytes(self.buffer).partition(b"\n")
         if value is None and newline and self.single == "watch":
@@ -157,7 +160,7 @@ class Session:
         self.children[child.from_child] = child
 
     def _bury(self, child: Child) -> None:
-        """Forget a child that has closed its line. It may live on as a keeper."""
+        """Forget a child that has closed its pipe; it may live on as a shim."""
         child.close()
         os.close(child.from_child)
         self.unreaped.add(child.pid)
@@ -169,7 +172,7 @@ class Session:
             if child.answered:
                 self._bury(child)
                 return
-            _, status = os.waitpid(child.pid, 0)  # it closes its line by ending
+            _, status = os.waitpid(child.pid, 0)  # its pipe closes when it ends
             child.close()
             os.close(child.from_child)
             self._print(self._exit(child, os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)))
@@ -182,11 +185,11 @@ class Session:
             if not text:
                 self._free(child)
                 continue
-            child.answered = child.command != "watch"  # the others say nothing else
+            child.answered = child.command != "watch"  # the other commands print one line only
             self._print(self._wrapped(child, text) + (self._exit(child, 0) if child.answered else b""))
 
     def _free(self, child: Child) -> None:
-        """Take a child that is ready for another command among the spares, or let it go."""
+        """Return a child that is ready for another command to the spares, or let it end."""
         if child.closed or not self.open or len(self.spares) >= SPARES:
             child.close()
             return
@@ -210,19 +213,19 @@ class Session:
             return
         try:
             write(1, data)
-        except OSError:  # the controller went away; what is under way is finished
+        except OSError:  # the controller disconnected; commands in progress are finished
             self.deaf = True
             self._end()
 
     def _swallows(self, way: str) -> bool:
-        """Whether a message goes the way of those before it that were lost."""
+        """Return whether a message is lost to a cut, or follows a lost one in its direction."""
         if way not in self.lost and not cut(self.state, way):
             return False
         self.lost.add(way)
         return True
 
     def _end(self) -> None:
-        """No more orders: the watches end, the others finish."""
+        """Accept no more orders: watches end, the commands of FINISHED_ALWAYS are finished."""
         if self.single is not None and self.open and not self.children and not self.lost and not self.deaf:
             self._begin(None, self.single, parse(bytes(self.buffer)))
         self.open = False

@@ -1,6 +1,6 @@
-"""The node's state folder: where each thing lies, who may own it, and how a crash leaves it whole.
+"""The node's state folder: layout, ownership, and writes that survive a crash.
 
-Holds no opinion on what the contents mean for an order.
+Does not judge what the contents mean for an order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from relaunch.agent.protocol import Json, Order, Refused, Token, job_path
 from relaunch.agent.ranks import find_shims
 
 MACHINE_DIGITS = 16
-"""Hex digits of a digest of the machine id, which systemd asks to keep from others."""
+"""Hex digits of a hash of the machine id; systemd asks not to expose the id itself."""
 KEPT_GENERATIONS = 10
-"""Enough to look back over a bad night; each is a few files and the logs."""
+"""Enough to look back over a night with many failures; each is a few files and the logs."""
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -42,7 +42,7 @@ def _machine_id() -> str:
 
 
 def open_state() -> Path:
-    """Return this node's state folder, made if need be."""
+    """Return this node's state folder; create it if necessary."""
     given = os.environ.get("RELAUNCH_AGENT_STATE")
     try:
         if given:
@@ -70,9 +70,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any, durable: bool = True) -> None:
-    """Replace a file whole. `durable`: it also survives the loss of power, which costs an fsync.
+    """Replace a file as a whole.
 
-    On a full disk its spare is used, where there is one.
+    With `durable` the new content also survives a power loss, at the cost of an fsync. On a full
+    disk the file's spare is used, if there is one.
     """
     data = json.dumps(value).encode()
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -89,10 +90,10 @@ def write_json(path: Path, value: Any, durable: bool = True) -> None:
 
 
 def _write_whole(path: Path, data: bytes, durable: bool) -> None:
-    # The sticky bit: systemd-tmpfiles leaves such a file alone, however old it is.
+    # The sticky bit makes systemd-tmpfiles leave the file alone, however old it is.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o1600)
     try:
-        while data:  # a disk that is nearly full takes a part, and refuses the rest
+        while data:  # a nearly full disk accepts a part, and refuses the rest
             data = data[os.write(handle, data) :]
         if durable:
             os.fsync(handle)
@@ -101,7 +102,7 @@ def _write_whole(path: Path, data: bytes, durable: bool) -> None:
 
 
 def read_json(path: Path) -> Json | None:
-    """Return what is there; a missing or a broken file is None, for it was never written whole."""
+    """Return the object, or None if the file is missing or broken (never written completely)."""
     try:
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -110,7 +111,10 @@ def read_json(path: Path) -> Json | None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Take a lock file at once, or return None. The kernel lets go when the last process that holds it dies."""
+    """Take a lock file without waiting, or return None if it is held.
+
+    The kernel releases it when the last process that holds it dies.
+    """
     return _lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o1600))
 
 
@@ -150,7 +154,7 @@ class Generation:
 
     @property
     def launched(self) -> dict[int, tuple[int, int]]:
-        """pid and start time of every rank that a launcher has started here, as those ranks said themselves."""
+        """pid and start time of every rank that a launcher has started here, from its record."""
         found = {}
         folder = self.path / "launched"
         for path in sorted(folder.glob("rank_*.json")) if folder.is_dir() else ():
@@ -161,12 +165,12 @@ class Generation:
 
     @property
     def given(self) -> Json | None:
-        """What `prepare` was given and what it answered."""
+        """The order that `prepare` received and what it answered."""
         return read_json(self.path / "order.json")
 
     @property
     def started(self) -> Json | None:
-        """The launch: absent before it, `pids` null while it is under way, `refused` if it came to nothing."""
+        """The launch: None before it, `pids` null while in progress, `refused` if it failed."""
         return read_json(self.path / "started.json")
 
     @property
@@ -177,20 +181,20 @@ class Generation:
 
     @property
     def groups(self) -> dict[int, int]:
-        """Start time by pid of the ranks, as far as the pids mean anything: not after a reboot."""
+        """Start time of the ranks by pid; empty after a reboot, when pids mean nothing."""
         if (self.started or {}).get("boot_id") != boot_id(self.state):
             return {}
         return dict(self.pids.values())
 
     @property
     def cgroup(self) -> str | None:
-        """The control group of the ranks, where there is one: not after a reboot."""
+        """The control group of the ranks, if there is one; None after a reboot."""
         started = self.started or {}
         folder = started.get("cgroup")
         return str(folder) if folder and started.get("boot_id") == boot_id(self.state) else None
 
     def identity(self, of: str) -> tuple[int, int] | None:
-        """pid and start time of the `keeper` or the `supervisor`, if it was born since this boot."""
+        """Return pid and start time of the `keeper` or the `supervisor`, if from this boot."""
         record = read_json(self.path / f"{of}.json")
         if record is None or record["boot_id"] != boot_id(self.state):
             return None
@@ -201,9 +205,10 @@ class Generation:
         write_json(self.path / f"{of}.json", record, durable=False)
 
     def keeper_lives(self) -> bool:
-        """Ask the lock that the keeper is born with: it holds even before keeper.json is written.
+        """Return whether the lock that the shim holds from its start is taken.
 
-        Where its file was removed, the keeper that holds it open is looked for.
+        It is taken even before keeper.json is written. If the lock file was removed, look for the
+        shim that holds it open.
         """
         try:
             handle = os.open(self.path / "keeper.lock", os.O_RDWR)
@@ -216,22 +221,25 @@ class Generation:
         return False
 
     def find_keeper(self) -> processes.Process | None:
-        """Return the living keeper of this generation, whatever has become of its files."""
+        """Return the living shim of this generation, even if its files were removed."""
         return find_shims.find_keepers(self.state, self.path.parent.name).get(self.order)
 
     def make_spares(self, ranks: int) -> None:
-        """Have room for what is written once ranks may live, also on a disk that is full by then."""
+        """Reserve space for what is written while ranks live, in case the disk fills up."""
         size = disk.SPARE_BYTES + 64 * ranks
         disk.make_spare(self.path / "started.json", size)
         disk.make_spare(self.path / "supervisor.json")
 
     def is_recorded(self) -> bool:
-        """Whether the files are there that every preparation makes."""
+        """Return whether the files that every preparation creates are there."""
         return all((self.path / name).exists() for name in ("order.json", "keeper.lock"))
 
     @contextmanager
     def address(self, name: str) -> Iterator[str]:
-        """A path of a socket that is short however long the state folder's is (a unix address holds 108 bytes)."""
+        """Yield a short path of a socket, however long the state folder's path is.
+
+        A unix address holds 108 bytes.
+        """
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             yield f"/proc/self/fd/{handle}/{name}"
@@ -246,37 +254,38 @@ class Generation:
             except FileNotFoundError:
                 pass
             listener.bind(address)
-        os.chmod(self.path / name, 0o1600)  # systemd-tmpfiles leaves it alone
+        os.chmod(self.path / name, 0o1600)  # systemd-tmpfiles then leaves it alone
         listener.listen(64)
         listener.setblocking(False)
         return listener
 
     def connect(self, name: str, timeout: float) -> socket.socket | None:
-        """Connect to a socket of this generation, or return None when nobody listens there."""
+        """Connect to a socket of this generation, or return None if no process accepts there."""
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         caller.settimeout(timeout)
         try:
             with self.address(name) as address:
                 caller.connect(address)
-        except OSError:  # gone, refused, or a queue that nobody empties: each way there is nobody to talk to
+        except OSError:  # the socket is gone, refuses, or its queue is full: no process accepts
             caller.close()
             return None
         return caller
 
 
 class Highest(NamedTuple):
-    """The highest tokens of a job that this node has prepared, and stopped for ever."""
+    """The highest tokens of a job that this node has prepared and has permanently stopped."""
 
     prepared: Optional[Order]
     stopped: Optional[Order]
     boot_id: Optional[str] = None
-    """Of the last preparation. After a reboot nothing else says whether that one was launched."""
+    """Boot of the last preparation. After a reboot no other record says whether it was launched."""
     id: str = ""
-    """Random, made with highest.json: a state folder that never had this file, or has lost it, is another place."""
+    """Random id, made with highest.json: a state folder that never had this file, or has lost it,
+    is a different place."""
 
 
 class JobState:
-    """What this node knows of one job."""
+    """What this node knows about one job."""
 
     def __init__(self, state: Path, namespace: str, job: str, server: str = "") -> None:
         self.state = state
@@ -297,12 +306,15 @@ class JobState:
 
     @property
     def names(self) -> Json:
-        """What names this job in files and answers."""
+        """The fields that name this job in files and answers."""
         return {"namespace": self.namespace, "job": self.job, **({"server": self.server} if self.server else {})}
 
     @property
     def place(self) -> Json:
-        """Return where this job's orders are carried out: only the place that started ranks can prove anything of them."""
+        """The place where this job's orders are carried out: machine, boot, uid and state folder.
+
+        Only the place that started ranks can prove anything about them.
+        """
         machine = hashlib.sha256(f"relaunch/{_machine_id()}".encode()).hexdigest()[:MACHINE_DIGITS]
         return {"machine": machine, "boot_id": boot_id(self.state), "uid": os.geteuid(), "state": self.highest().id}
 
@@ -310,7 +322,7 @@ class JobState:
         return Generation(self.state, self.path, order)
 
     def generations(self) -> list[Generation]:
-        """Every generation that has a folder here, oldest first."""
+        """Return every generation that has a folder here, oldest first."""
         orders = []
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             submission, dash, number = entry.name.partition("-")
@@ -324,7 +336,7 @@ class JobState:
         return Highest(prepared, stopped, known.get("boot_id"), known.get("id", ""))
 
     def reserve(self, prepared: Order | None = None, stopped: Order | None = None) -> None:
-        """Write down what is about to be done, before it is."""
+        """Record the token of an order before the order is carried out."""
         highest = self.highest()
         known = {
             "prepared": max(filter(None, (highest.prepared, prepared)), default=None),
@@ -333,24 +345,24 @@ class JobState:
         boot = boot_id(self.state) if prepared is not None else highest.boot_id
         whole = {**known, "boot_id": boot, "id": highest.id or secrets.token_hex(8), **self.names}
         path = self.path / "highest.json"
-        # To write again what is there already would need room that a full disk does not have.
+        # Rewriting identical content would need space that a full disk does not have.
         if read_json(path) != json.loads(json.dumps(whole)):
             write_json(path, whole)
 
     def is_recorded(self) -> bool:
-        """Whether the files say all that is to be known: none was removed since the last preparation."""
+        """Return whether the records are complete: none was removed since the last preparation."""
         if not (self.path / "highest.json").exists():
             return False
         prepared = self.highest().prepared
         return prepared is None or self.generation(prepared).is_recorded()
 
     def make_spare(self) -> None:
-        """Have room for the next order to stop, also on a disk that is full by then."""
+        """Reserve space for the next order to stop, for a disk that is full by then."""
         disk.make_spare(self.path / "highest.json")
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
-        """Hold the job's lock; raise TimeoutError when another command holds it for longer than `patience`."""
+        """Hold the job's lock; raise TimeoutError if it is not free within `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
@@ -369,7 +381,7 @@ class JobState:
             os.close(lock)
 
     def _is_in_place(self, lock: int) -> bool:
-        """Return whether a lock is still the one that others find: its file may have been removed meanwhile."""
+        """Return whether the lock file is still in place: it may have been removed meanwhile."""
         try:
             return os.path.samestat(os.fstat(lock), os.stat(self.path / "lock"))
         except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Runs a program of the node that may hang, print without end or leave processes behind: bounded in time, and nothing outlives it.
+"""Runs a program of the node that may hang, print endlessly or leave processes behind.
 
-Does not know what any of them says.
+The program's time and output are bounded, and no process of it outlives the call unless it is stuck
+in the driver. The meaning of the output is not interpreted here.
 """
 
 from __future__ import annotations
@@ -20,33 +21,38 @@ from relaunch.agent.loop import parse
 from relaunch.agent.protocol import Json, line
 
 GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL, in which `dcgmi` can tell its host engine to stop. Shorter than anybody waits for the hold."""
+"""Seconds between SIGTERM and SIGKILL, in which `dcgmi` can tell its host engine to stop. Shorter
+than any caller waits for the hold."""
 REAPED = 2.0
-"""Seconds after SIGKILL. What is not gone by then is stuck in the driver and is left: only a reboot ends it."""
+"""Seconds to wait after SIGKILL. What remains is stuck in the driver and is left: only a reboot
+ends it."""
 LOOK = 0.02
-"""Seconds between looks whether it has ended: what it forked may hold its output open for ever."""
+"""Seconds between checks whether the program has ended: its children may hold its output open
+forever."""
 STDOUT = 1024 * 1024
 STDERR = 4096
 MARK = "RELAUNCH_HOLD"
-"""In the environment of what runs under the hold, so that it is found when its holder was killed."""
+"""Environment variable of processes that run under the hold, by which they are found after their
+holder was killed."""
 
 
 @dataclass(frozen=True)
 class Ran:
     exit_code: Optional[int]
-    """None: it was killed here. Negative: the signal that somebody else killed it with."""
+    """None: it was killed here. Negative: the number of the signal, from another sender, that
+    killed it."""
     stdout: str
-    """The first megabyte."""
+    """At most the first megabyte."""
     stderr: str
-    """The last 4 KiB."""
+    """At most the last 4 KiB."""
     cut: bool
     took: float
     left: bool = False
-    """It could not be killed."""
+    """Whether it could not be killed."""
 
     @property
     def last_words(self) -> str:
-        """The end of what it said, for a person."""
+        """The end of its output, for people."""
         return (self.stdout + self.stderr)[-STDERR:].strip()
 
 
@@ -55,7 +61,7 @@ def marked(state: Path, hold: str) -> Dict[str, str]:
 
 
 def run(words: Sequence[str], within: float, environment: Optional[Dict[str, str]] = None, caller: Optional[int] = None) -> Ran:
-    """Run a program in a process group of its own, and kill that group when it has ended or its time is over.
+    """Run a program in its own process group; kill the group when it ends or `within` seconds pass.
 
     Args:
         caller: a pipe; the program is killed when its other end closes.
@@ -100,7 +106,7 @@ class _Stream(ABC):
         self.data = bytearray()
 
     def read(self) -> bool:
-        """Take what is there; return whether there was anything."""
+        """Read what is available; return whether there was anything."""
         try:
             data = os.read(self.handle, 65536)
         except BlockingIOError:
@@ -110,14 +116,14 @@ class _Stream(ABC):
         return self.open
 
     def drain(self) -> None:
-        """Take what a pipe still holds, and no more: somebody may write on."""
+        """Read what the pipe still holds, and no more: another process may continue to write."""
         for _ in range(16):
             if not self.open or not self.read():
                 return
 
     @abstractmethod
     def keep(self, data: bytes) -> None:
-        """Take a piece of what was printed."""
+        """Add a piece of output."""
 
     @property
     def text(self) -> str:
@@ -138,7 +144,11 @@ class _Tail(_Stream):
 
 
 def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int] = None) -> bool:
-    """Read until the process has ended, which is not reaped: its group's number must stay its own. Return whether it has."""
+    """Read until the process has ended; return whether it has.
+
+    It is not reaped: the id of its process group must not be reused. Return False at the time
+    `until`, or when `caller` closes.
+    """
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         left = until - time.monotonic()
         if left <= 0:
@@ -154,7 +164,7 @@ def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int
 
 
 def left_behind(state: Path) -> List[int]:
-    """Pids of what ran under a hold of this node and lives."""
+    """Return the pids of living processes that were started under a hold of this node."""
     place, mark = os.fsencode(f"RELAUNCH_NODE_STATE={state}"), os.fsencode(f"{MARK}=")
     found = []
     for name in os.listdir("/proc"):
@@ -172,7 +182,7 @@ def left_behind(state: Path) -> List[int]:
 
 
 def sweep(state: Path) -> List[int]:
-    """Kill what a dead holder left behind; return what does not die."""
+    """Kill the processes that a dead holder left behind; return those that do not die."""
     deadline = time.monotonic() + REAPED
     while True:
         left = left_behind(state)
@@ -187,7 +197,7 @@ def sweep(state: Path) -> List[int]:
 
 
 def bounded(work: Callable[[], Json], within: float) -> Optional[Json]:
-    """Do what may block in the kernel in a child, and return what it found, or None when it did not answer."""
+    """Run in a child what may block in the kernel; return its result, or None without an answer."""
     reading, writing = os.pipe()
     parent = os.getpid()
 
@@ -212,7 +222,8 @@ def bounded(work: Callable[[], Json], within: float) -> Optional[Json]:
     finally:
         os.close(reading)
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 0.5  # a child that blocks in the kernel stays, and is reaped with us
+        # a child that blocks in the kernel stays, and is reaped when this process ends
+        deadline = time.monotonic() + 0.5
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
     return parse(heard) if heard.endswith(b"\n") else None

@@ -1,1 +1,1 @@
-"""Reaches nodes: one module per kind of machine, behind `base.Backend`."""
+"""Reaches nodes: one module for each kind of machine, behind `base.Backend`."""

@@ -1,7 +1,8 @@
-"""Parses what a node answers, against schemas with bounds: types are strict, numbers finite, lists and texts bounded.
+"""Parses the answers of nodes, against schemas with strict types and bounds.
 
-A node may lie. What does not fit is a fault of that node alone: `ProtocolError`, with one sentence. Fields that no schema
-names are passed on, within the same bounds, for an agent may be newer than the controller.
+Numbers are finite, and lists and texts are bounded. A node may lie. An answer that does not fit is
+a fault of that node alone: `ProtocolError`, with one sentence. Fields that no schema names are
+passed on, within the same bounds, because an agent may be newer than the controller.
 docs/reference/agent-protocol.md, "What the controller accepts", lists the bounds.
 """
 
@@ -19,30 +20,34 @@ from relaunch.evidence.fields import text
 from relaunch.generation import Token
 
 MAX_COUNT = 2**53
-"""Of steps, ranks, numbers of tokens, offsets: every JSON library and every database holds it exactly."""
+"""Limit of steps, ranks, numbers in tokens, and offsets: every JSON library and every database
+holds it exactly."""
 MAX_NUMBER = 2**64
 MAX_SECONDS = 1e10
-"""Of a clock that counts from a boot: three centuries."""
+"""Limit of a clock that counts seconds from a boot: three centuries."""
 MAX_DEPTH = 16
 MAX_VALUES = 500_000
-"""Of one line, so that 8 MiB of brackets do not become gigabytes of objects."""
+"""Most values in one line, so that 8 MiB of brackets do not become gigabytes of objects."""
 UNCOUNTED_BYTES = 64 * 1024
-"""Lines up to this length cannot hold so many values that counting them is worth it."""
+"""Lines up to this length are not checked for MAX_VALUES: they cannot hold that many values."""
 MAX_REASON = 2000
-"""Characters of a sentence of a node that are kept."""
+"""Characters kept of a node's reason."""
 MAX_RANKS = 4096
-"""Of one node."""
+"""Most ranks of one node."""
 MAX_JOBS = 20_000
-"""That a node remembers: a node forgets none, and a busy one sees some thousands a year."""
+"""Most jobs that a node remembers. A node forgets none, and a busy node sees some thousands a
+year."""
 MAX_LIVE_GENERATIONS = 256
-"""With ranks on one node at a time: more than a node has GPUs or cores to give."""
+"""Most generations with live ranks on one node at a time: more than a node has GPUs or cores
+for."""
 MAX_OBSERVATIONS = 10_000
-"""Of one generation on one node: an exit for each rank, and some words besides."""
+"""Most observations of one generation on one node: an exit for each rank, and a few others."""
 MAX_OUTPUT_BYTES = 1_500_000
-"""Of JSON, for what a tool of the node printed: it becomes a payload, which must stay below 2 MiB."""
+"""Most bytes of JSON for the output of a tool on the node. It becomes a payload, which must stay
+below 2 MiB."""
 MAX_PROBE_BYTES = 1_500_000
 MAX_VALUES_REPORTED = 64
-"""Numbers that a rank reports beside its step."""
+"""Most values that a rank reports beside its step."""
 MAX_SIGNAL = 64
 STOPPED_BY_USER = "StoppedByUser"
 
@@ -63,7 +68,10 @@ def has_too_many_values(line: bytes) -> bool:
 
 
 def find_unbounded(value: object) -> str | None:
-    """Return what in a decoded answer no consumer could store, such as a number that is not finite; None: all fits."""
+    """Return why a decoded answer cannot be stored, or None if it can.
+
+    A number that is not finite, for example, cannot be stored.
+    """
     left: list[tuple[object, int]] = [(value, 0)]
     while left:
         one, depth = left.pop()
@@ -99,7 +107,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Pid = Annotated[int, Field(ge=1, le=2**31)]
 Word = Annotated[str, Field(min_length=1, max_length=64)]
 Label = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
-"""A name of a job, of a namespace or of a fleet."""
+"""The name of a job, a namespace or a fleet."""
 BootId = Annotated[str, Field(min_length=1, max_length=256)]
 Reason = Annotated[str, Field(max_length=65536), AfterValidator(_cut)]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -207,7 +215,10 @@ class StacksAnswer(_Answer):
 
 
 class BootAnswer(_Answer):
-    """Of commands whose answer is read field by field later, each of them unreadable where it makes no sense."""
+    """The answer to a command whose other fields are read one by one later.
+
+    A field that makes no sense then counts as unreadable.
+    """
 
     boot_id: BootId
 
@@ -322,7 +333,8 @@ _OBSERVATIONS: Mapping[str, type[ObservationHead]] = {
     "KeeperDied": ReasonLine,
     "RanksVanished": ReasonLine,
 }
-"""A kind that is not here says nothing that a job acts on: an agent may be newer."""
+"""The schema of each kind of observation. A kind that is not listed says nothing that a job acts
+on: an agent may be newer."""
 
 Schema = TypeVar("Schema", bound=_Answer)
 
@@ -342,7 +354,9 @@ def parse(node: str, command: str, schema: type[Schema], answer: object) -> Sche
 
 
 def parse_list(node: str, answer: object) -> dict[str, Any]:
-    """Return the answer to `list`, with what a fleet reads of it in its types; the GPUs are read field by field later.
+    """Return the answer to `list`, with the fields that a fleet reads checked.
+
+    The GPUs are read field by field later.
 
     Raises:
         ProtocolError: it does not fit.
@@ -351,7 +365,9 @@ def parse_list(node: str, answer: object) -> dict[str, Any]:
 
 
 def check_output(node: str, command: str, answer: Json, name: str) -> Json:
-    """Check the answer to what runs a program of the node: that it is missing there, or how it ended and what it said.
+    """Check the answer to a command that runs a program on the node.
+
+    It says that the program is missing, or gives its exit code and output.
 
     Raises:
         ProtocolError: it does not fit.
@@ -364,10 +380,10 @@ def check_output(node: str, command: str, answer: Json, name: str) -> Json:
 
 
 def check_size(node: str, command: str, answer: Json, limit: int) -> Json:
-    """Check that an answer which becomes a payload is no longer than `limit` bytes of JSON.
+    """Check that an answer that becomes a payload has at most `limit` bytes of JSON.
 
     Raises:
-        ProtocolError: it is.
+        ProtocolError: it has more.
     """
     size = _size(answer)
     if size > limit:
@@ -376,14 +392,14 @@ def check_size(node: str, command: str, answer: Json, limit: int) -> Json:
 
 
 def parse_watch_line(node: str, token: Token, line: object, *, is_platform: bool = False) -> dict[str, Any]:
-    """Return one line of a watch with its fields in their types.
+    """Return one line of a watch with its fields checked and converted.
 
     Args:
-        node: Whose line it is.
-        token: The generation that is watched: a hello of another one is none.
-        line: As it was decoded.
-        is_platform: It may come from the platform that runs the ranks (ECS), which knows who stopped them. A node itself
-            has no right to words that belong to people.
+        node: The node that sent it.
+        token: The generation that is watched: a hello of another generation is an error.
+        line: The line as decoded from JSON.
+        is_platform: Whether it may come from the platform that runs the ranks (ECS), which knows
+            who stopped them. A node itself may not report actions of people.
 
     Raises:
         ProtocolError: it does not fit.
@@ -417,7 +433,7 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
     what = "an observation of it"
     if not isinstance(raw, dict):
         raise ProtocolError(node, f"{what} makes no sense: {_shown(raw)}, expected an object")
-    # What a rank wrote into its error file is the rank's: a number there that nothing can store is no fault of the node.
+    # The error file is the rank's: a number in it that cannot be stored is not the node's fault.
     bare = {key: value for key, value in raw.items() if key not in ("error", "launched")}
     launched = raw.get("launched")
     if isinstance(launched, list):
@@ -451,7 +467,10 @@ def _without_error(value: object) -> object:
 
 
 def reduce_error(raw: object) -> dict[str, Any] | None:
-    """Return what is read of a rank's error file, in its types: whatever else a program wrote there is left out."""
+    """Return the fields that are read of a rank's error file.
+
+    Anything else in the file is left out.
+    """
     if raw is None:
         return None
     if not isinstance(raw, dict):
@@ -500,7 +519,7 @@ def _first_error(error: ValidationError) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return at most 60 characters of a value, which may be as long as a line may be."""
+    """Return at most 60 characters of a value, which may be as long as a line."""
     if isinstance(value, str):
         value = value[:60]
     elif isinstance(value, list | dict) and len(value) > 8:

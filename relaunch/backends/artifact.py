@@ -1,7 +1,8 @@
-"""Builds the agent as one file that is named after what is in it. Ships it nowhere, and runs nothing of it.
+"""Builds the agent as one file that is named after a hash of its contents. Does not ship or run it.
 
-Beside each source lies what this Python compiles it to: an agent that has to compile itself takes 0.4 s of a core longer to be there, on
-every connection. A node whose Python is of another version passes over the bytecode (its magic number differs) and compiles the source.
+The file holds each source together with its bytecode for this Python: an agent that has to compile
+itself needs 0.4 s more of a core to start, on every connection. A node with another version of
+Python ignores the bytecode (its magic number differs) and compiles the source.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import zipfile
 from pathlib import Path
 
 _NVML = "pynvml"
-"""NVIDIA's own bindings (package nvidia-ml-py, BSD licence in its head), as one file: the nodes need install nothing."""
+"""NVIDIA's bindings (package nvidia-ml-py, BSD licence in its header), as one file: nothing has to
+be installed on the nodes."""
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ENTRY = "import os\nimport sys\n\nfrom relaunch.agent.__main__ import main\n\nos._exit(main(sys.argv[1:]))\n"
 _WHEN = (1980, 1, 1, 0, 0, 0)
-"""The earliest time a zip file knows: the same source is the same file, whenever and wherever it is built."""
+"""The earliest time that a zip file can hold. It makes builds reproducible: the same source gives
+the same file, whenever and wherever it is built."""
 
 
 def _bindings() -> bytes:
@@ -31,7 +34,8 @@ def _bindings() -> bytes:
 
 
 _BYTECODE = 2
-"""Version of marshal's format: the last that writes the same bytes for the same code, whatever else this process has imported."""
+"""Version of marshal's format: the last that writes the same bytes for the same code, whatever else
+this process has imported."""
 
 
 def _sources() -> dict[str, bytes]:
@@ -57,7 +61,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compiled(name: str, source: bytes) -> bytes:
-    """What Python keeps in a `.pyc` that it need not check against its source (PEP 552)."""
+    """Return the content of a `.pyc` that Python does not check against its source (PEP 552)."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=0)
     unchecked = (1).to_bytes(4, "little")
     return importlib.util.MAGIC_NUMBER + unchecked + importlib.util.source_hash(source) + marshal.dumps(code, _BYTECODE)
@@ -65,10 +69,12 @@ def _compiled(name: str, source: bytes) -> bytes:
 
 def _archive(sources: dict[str, bytes]) -> bytes:
     files = dict(sources)
-    # The bindings are compiled on the node, once: they are large, and most agents never read a GPU.
+    # The bindings have no bytecode here: the node compiles them once (agent.node.bindings). They are
+    # large, and most agents never read a GPU.
     files.update((f"{name}c", _compiled(name, source)) for name, source in sources.items() if name != f"{_NVML}.py")
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:  # deflated would only be slower to import
+    # Uncompressed: compression would only slow imports.
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(files):
             entry = zipfile.ZipInfo(name, date_time=_WHEN)
             entry.external_attr = 0o644 << 16
@@ -77,9 +83,9 @@ def _archive(sources: dict[str, bytes]) -> bytes:
 
 
 def build_agent(folder: Path) -> Path:
-    """Write the agent into `folder` as `<16 hex digits>.pyz` if need be; return its path.
+    """Write the agent into `folder` as `<16 hex digits>.pyz` unless it is there; return its path.
 
-    The digits are of the sha256 of its sources and of the version of this Python's bytecode.
+    The digits are from the SHA-256 of its sources and of the version of this Python's bytecode.
     """
     sources = _sources()
     path = folder / _name(sources)

@@ -1,6 +1,7 @@
-"""What the rest of relaunch may ask of nodes, whatever kind of machine they are.
+"""Defines what the rest of relaunch may ask of nodes, whatever kind of machine they are.
 
-Outcomes are values (`Done`, `Refused`); a missing answer is an exception, because nobody may take it for either:
+Outcomes are values (`Done`, `Refused`). A missing answer is an exception, because it must not be
+taken for either:
 
     BackendError
     └── Unreachable         no answer: whether the order was carried out is not known (ambiguous)
@@ -23,7 +24,7 @@ PROTOCOL = 1
 
 
 def identity(namespace: str, fleet: str, server: str) -> str:
-    """Return what a node knows a fleet by.
+    """Return the identity by which nodes know a fleet.
 
     Two servers may each have a namespace, and two namespaces a fleet, of the same name.
     """
@@ -42,20 +43,23 @@ class Unreachable(BackendError):
 
 
 class ProtocolError(Unreachable):
-    """An answer that does not fit the protocol. Of the order it says as little as no answer."""
+    """The answer does not fit the protocol.
+
+    Like no answer, it says nothing about the order's outcome.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     node: str
     why: str
-    """The agent's word for it; docs/reference/agent-protocol.md has the list."""
+    """The agent's code for the reason; docs/reference/agent-protocol.md lists them."""
     reason: str
     highest: tuple[int, int] | None = None
     boot_id: str | None = None
-    """Where `why` is boot_changed: the present one."""
+    """The node's current boot id, if `why` is boot_changed."""
     held_by: str | None = None
-    """Where `why` is held: the id of whoever holds the node."""
+    """The id of the holder of the node, if `why` is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ class PrepareOrder:
     heartbeat: float
     stuck_after: float = 30.0
     fleet: str = ""
-    """Whose order it is, as `identity` has it: a node on which ranks of another one live refuses it. Empty: nobody said."""
+    """The identity of the fleet that gives the order (see `identity`). A node on which ranks of
+    another fleet are alive refuses it. Empty: not stated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,12 @@ class Prepared:
     master_port: int
     peer_port: int
     stamp: float
-    """CLOCK_BOOTTIME of the node when it prepared."""
+    """CLOCK_BOOTTIME of the node at the preparation."""
     nonce: str = field(repr=False)
-    """What the node contributes to the secret of its generation; a repeated `prepare` answers the same one."""
+    """The node's contribution to the secret of its generation. A repeated `prepare` returns the
+    same one."""
     place: Place | None = None
-    """Where ranks will be started; None: this kind of node has no agent that outlives them."""
+    """Where the ranks will be started; None: this kind of node has no agent that outlives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +104,19 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class BelowLauncher:
-    """Ranks that `StartOrder.command`, their launcher, starts and not the node. They are to be as if it had."""
+    """Ranks that are started by `StartOrder.command`, their launcher, and not by the node.
+
+    They must behave as if the node had started them.
+    """
 
     command: tuple[str, ...]
-    """Of one rank. The node appends it to the launcher's, behind what makes a process that the launcher forked a rank."""
+    """The command of one rank. The node appends it to the launcher's command, after the wrapper
+    that turns a process forked by the launcher into a rank."""
     ranks: tuple[int, ...]
-    """Expected here, global, by local rank. A launcher that agrees upon numbers with those of other nodes may give others."""
+    """The global ranks expected on this node, by local rank. A launcher that negotiates numbers
+    with those of other nodes may assign others."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Laid over what the launcher gives each."""
+    """Overrides variables that the launcher gives each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +126,21 @@ class StartOrder:
     command: tuple[str, ...]
     workdir: str | None
     env: Mapping[str, str] = field(repr=False)
-    """Without `secrets`."""
+    """Does not include `secrets`."""
     rank_env: tuple[Mapping[str, str], ...] = field(repr=False)
     peers: tuple[Peer, ...]
     """Supervisors to ask, at most 16."""
     prepared: float
-    """The stamp that `prepare` answered: a start that belongs to another preparation is refused."""
+    """The stamp that `prepare` returned. A start for a different preparation is refused."""
     secret: str = field(repr=False)
     fences: bool
     log_pattern: str | None = None
     launched: BelowLauncher | None = None
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables like those of `env`, for a backend to keep from everybody else, or to refuse."""
+    """Variables like those of `env`, which the backend must keep from all other users, or
+    refuse."""
     gpus: int = 0
-    """That its ranks use on this node."""
+    """The number of GPUs that its ranks use on this node."""
     ecs: EcsTask | None = None
 
 
@@ -136,9 +148,9 @@ class StartOrder:
 class Started:
     node: str
     pids: Mapping[int, int]
-    """Global rank to process id."""
+    """Process id by global rank."""
     already: bool
-    """This generation was started by an earlier order."""
+    """Whether an earlier order had already started this generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +162,10 @@ class StopOrder:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Every rank of the token and of those below is gone from `place`, and can never be started there.
+    """Every rank of the token, and of those below it, is gone from `place` for ever.
 
-    That it is gone from the node is proven where the ranks were started at that place.
+    It can never be started there. This proves that the ranks are gone from the node if they were
+    started at that place.
     """
 
     node: str
@@ -164,7 +177,7 @@ class LogChunk:
     rank: int
     offset: int
     next: int
-    """Where to read on, in bytes."""
+    """The offset from which to read on, in bytes."""
     data: str
 
 
@@ -175,10 +188,13 @@ class Logs:
 
 
 class WatchStream(Protocol):
-    """One connection to the supervisor of one generation on one node. Lines as docs/reference/agent-protocol.md, `watch`, has them."""
+    """One connection to the supervisor of one generation on one node.
+
+    The lines are those of docs/reference/agent-protocol.md, `watch`.
+    """
 
     def lines(self) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield until `end`.
+        """Yield lines until `end`.
 
         Raises:
             Unreachable: the connection broke.
@@ -186,24 +202,33 @@ class WatchStream(Protocol):
         ...
 
     async def renew(self, stamp: float, age: float = 0.0) -> None:
-        """Renew the node's lease from the heartbeat that carried `stamp`. Delivery is not confirmed.
+        """Renew the node's lease from the heartbeat that carried `stamp`.
 
-        `age`: seconds since that heartbeat was received, by a clock of the receiver. The node compares it with its own clock,
-        which may have stood still.
+        Delivery is not confirmed.
+
+        `age`: seconds since that heartbeat was received, by the receiver's clock. The node compares
+        it with its own clock, which may have been stopped in between.
         """
         ...
 
 
 class Backend(Protocol):
-    """Each call is bounded in time by the backend itself, and idempotent; none retries."""
+    """The calls that relaunch makes to nodes.
+
+    The backend bounds each call in time. Calls are idempotent, and none retries.
+    """
 
     @property
     def fences(self) -> bool:
-        """Whether its nodes stop ranks by themselves once nobody renews their lease. Where not, silence is never proof."""
+        """Whether its nodes stop ranks by themselves when their lease is not renewed.
+
+        If not, silence is never proof that ranks are gone.
+        """
         ...
 
     server: str
-    """The id of the Temporal server whose orders these are: nodes may serve several. Empty: not known."""
+    """The id of the Temporal server that gives the orders: nodes may serve several. Empty: not
+    known."""
 
     def node(self, name: str) -> FleetNode: ...
 
@@ -222,9 +247,11 @@ class Backend(Protocol):
         ...
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
-        """Ask which generations live there; with `gpus` also what its GPUs are and who computes on them, as `probe` has them.
+        """Ask which generations are alive there.
 
-        That costs the node a process, and some ten seconds where a driver hangs. It is left out while somebody holds the node.
+        With `gpus`, ask also for its GPUs and the processes on them, in the form of `probe`. That
+        costs the node a process, and some ten seconds if a driver hangs. It is skipped while the
+        node is held.
         """
         ...
 
@@ -233,39 +260,51 @@ class Backend(Protocol):
     ) -> Logs | Refused: ...
 
     async def stacks(self, node: str, token: Token, rank: int) -> Mapping[str, Any] | Refused:
-        """Ask where a rank is at the moment. Answers as docs/reference/agent-protocol.md, `stacks`, has it."""
+        """Ask for the stacks of a rank.
+
+        The answer is that of docs/reference/agent-protocol.md, `stacks`.
+        """
         ...
 
     async def probe(self, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
-        """Ask what there is to know of a machine; changes nothing on it. Answers as docs/reference/agent-protocol.md, `probe`, has them.
+        """Ask for the state of a machine.
+
+        Changes nothing on it. The answer is that of docs/reference/agent-protocol.md, `probe`.
 
         Args:
             node: Its name.
             within: Seconds that the node may take.
-            kernel_since: How many seconds back its kernel's log is read; None: all that the kernel has kept.
+            kernel_since: How many seconds back its kernel log is read; None: all that the kernel
+                has kept.
         """
         ...
 
     async def diagnose(self, node: str, id: str, level: int, within: float, fleet: str = "") -> Mapping[str, Any] | Refused:
-        """Run `dcgmi diag -r LEVEL -j` on a node where nothing uses the GPUs, and hold the node for so long.
+        """Run `dcgmi diag -r LEVEL -j` on a node with unused GPUs, and hold the node meanwhile.
 
         Args:
             node: Its name.
-            id: Of the repair for which this is done; a person who finds the node held reads it.
+            id: The id of the repair, shown to a person who finds the node held.
             level: 1 to 3.
             within: Seconds after which the node kills it.
-            fleet: Whose order it is, as in `PrepareOrder`.
+            fleet: The identity of the fleet that gives the order, as in `PrepareOrder`.
         """
         ...
 
     async def reset_gpus(
         self, node: str, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
     ) -> Mapping[str, Any] | Refused:
-        """Reset GPUs, by bus id, or all of them where none is named, if the node still has this boot id and nothing uses them."""
+        """Reset GPUs by bus id, or all GPUs if none is named.
+
+        Only if the node still has this boot id and no process uses them.
+        """
         ...
 
     async def reboot(self, node: str, id: str, boot_id: str, reason: str, fleet: str = "") -> Mapping[str, Any] | Refused:
-        """Tell the node to reboot, if it still has this boot id and nothing lives there. Another boot id afterwards is the only proof."""
+        """Order the node to reboot, if it still has this boot id and no ranks are alive there.
+
+        A different boot id afterwards is the only proof that it rebooted.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -273,33 +312,39 @@ class Backend(Protocol):
 
 @runtime_checkable
 class SeesPeople(Protocol):
-    """A backend whose platform knows which ranks people stopped, and says so in the lines of a watch (`StoppedByUser`)."""
+    """A backend whose platform knows which ranks people stopped.
+
+    It reports that in the lines of a watch (`StoppedByUser`).
+    """
 
     sees_people: bool
 
 
 @runtime_checkable
 class CyclesPower(Protocol):
-    """A backend that can take the power of its nodes away and give it back, without a command of the fleet file."""
+    """A backend that can power-cycle its nodes without a command from the fleet file."""
 
     async def cycle_power(self, node: str, id: str, within: float) -> Mapping[str, Any]:
-        """Return `{"outcome": "done", "program", "exit_code", "output", "took"}` as a power command's end is told; 0: it was cycled.
+        """Cycle a node's power and return the answer in the form of a power command's.
+
+        That is `{"outcome": "done", "program", "exit_code", "output", "took"}`; exit code 0: the
+        power was cycled.
 
         Raises:
-            Unreachable: nobody knows what it did.
+            Unreachable: it is not known what the call did.
         """
         ...
 
 
 @runtime_checkable
 class TellsPeople(Protocol):
-    """A backend that has a way to tell people something where nobody looks at a screen."""
+    """A backend that can notify people who are not looking at a screen."""
 
     async def tell_people(self, subject: str, text: str) -> str:
-        """Return how they were told, a clause; or that there is no way to.
+        """Notify people. Return how they were notified, as a clause, or that there is no way to.
 
         Raises:
-            Unreachable: nobody knows whether they were told.
+            Unreachable: it is not known whether they were notified.
         """
         ...
 
@@ -309,21 +354,23 @@ class TaskEvent:
     what: str
     version: int
     token: Token | None
-    """Whose rank it is; None: none of ours."""
+    """The generation of the rank; None: not one of ours."""
     ended: bool
-    """Whether it says that the rank has ended, and not because it was told to by us."""
+    """Whether the event says that the rank has ended, other than by our own stop order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskMessage:
     receipt: str
     event: TaskEvent | None
-    """None: nothing that a job would look for."""
+    """None: nothing that a job needs to look at."""
 
 
 class EventQueue(Protocol):
     async def receive(self) -> Sequence[TaskMessage]:
-        """Wait for messages, some seconds at most. What cannot be read is left where it is: the queue has a place for those.
+        """Wait for messages, some seconds at most.
+
+        A message that cannot be read stays in the queue, whose dead-letter queue takes it.
 
         Raises:
             BackendError: the queue does not answer.
@@ -333,15 +380,19 @@ class EventQueue(Protocol):
     async def delete(self, messages: Sequence[TaskMessage]) -> None: ...
 
     def hint(self, what: str) -> bool:
-        """Have it looked at by a watch of this process; False: none follows it."""
+        """Ask a watch of this process to look at it. Return False if no watch follows it."""
         ...
 
 
 class Fleets(Protocol):
-    """The fleets this worker serves, by name."""
+    """The fleets that this worker serves, by name."""
 
     def spec(self, fleet: str) -> FleetSpec:
-        """Raises KeyError with one sentence when there is no such fleet."""
+        """Return the fleet's specification.
+
+        Raises:
+            KeyError: there is no such fleet; its message is one sentence.
+        """
         ...
 
     def backend(self, fleet: str) -> Backend: ...

@@ -1,6 +1,7 @@
-"""One open session with an agent: sends orders into it and gives each line that comes to whoever waits for its id.
+"""Sends orders over one open session with an agent, and sorts the lines received by order id.
 
-Trusts nothing that comes: what is not the protocol, or comes faster than it is taken, ends the session with one sentence.
+Trusts nothing that it receives: a line that is not of the protocol, or lines that arrive faster
+than they are taken, end the session with a one-sentence reason.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from relaunch.backends.base import Unreachable
 from relaunch.backends.pipe import LINE_LIMIT, Pipe
 
 WAITING_LIMIT = 4 * LINE_LIMIT
-"""Bytes of lines that came and that nobody has taken. The longest answers come alone; a watch takes its lines in microseconds."""
+"""Most bytes of lines received and not yet taken. The longest answers come alone; a watch takes its
+lines in microseconds."""
 BURST = 64
-"""Lines that are taken in one go, before others get their turn."""
+"""Lines read in a row before other tasks run."""
 MAX_LINES_PER_SECOND = 2000
 MAX_BYTES_PER_SECOND = 4 * LINE_LIMIT
-"""A node that says more waits: others are served by the same loop. A watch says a line a second, a log some MiB."""
+"""Limits of one node's output. A node beyond them waits, because one loop serves all nodes. A watch
+sends a line a second, a log some MiB."""
 IN_VAIN = 10_000
-"""Lines in a row for commands that are over. A watch that was closed has a few on the way."""
+"""Most lines in a row for commands that are over. After a watch is closed, a few lines are still in
+transit."""
 PARTING = 2.0
-"""Seconds for a session to end when it was told to."""
+"""Seconds for a session to end after it was asked to."""
 ENDING = 0.2
-"""Seconds for one whose output has ended to end by itself."""
+"""Seconds for a session to end by itself once its output has ended."""
 
 
 class Inbox:
@@ -71,9 +75,9 @@ class Link:
         self._ids = itertools.count(1)
         self._newest = 0
         self._inboxes: dict[int, Inbox] | None = {}
-        """Who waits for what; None: it has ended."""
+        """The inbox of each running command, by id; None once the session has ended."""
         self._reason: str | None = None
-        """Why it was broken off, where that was done here."""
+        """Why this side broke the session off; None if it did not."""
         self._heard_at = 0.0
         self._in_vain = 0
         self._reader = asyncio.create_task(self._read(self._inboxes), name=f"session {node}")
@@ -84,14 +88,14 @@ class Link:
 
     @property
     def reason(self) -> str:
-        """Why it has ended."""
+        """Why the session has ended."""
         return self._reason or self._pipe.ended or "the session has ended"
 
     def begin(self) -> tuple[int, Inbox]:
-        """Return a number for a command, and where its lines will be.
+        """Return an id for a command, and the inbox for its lines.
 
         Raises:
-            Unreachable: it has ended.
+            Unreachable: the session has ended.
         """
         if self._inboxes is None or not self.alive:
             raise Unreachable(self._node, self.reason)
@@ -100,12 +104,16 @@ class Link:
         return self._newest, inbox
 
     def over(self, number: int) -> None:
-        """Nobody waits for this command any more."""
+        """Drop the inbox of a command: its caller no longer waits."""
         if self._inboxes is not None:
             self._inboxes.pop(number, None)
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        """Raises Unreachable: it has ended, or does not take the message."""
+        """Send a message.
+
+        Raises:
+            Unreachable: the session has ended, or the node does not take the message.
+        """
         if not self.alive:
             raise Unreachable(self._node, self.reason)
         try:
@@ -126,7 +134,8 @@ class Link:
         except TimeoutError:
             reason = f"no answer to {doing} within {within:g} s"
             if self._silence_breaks and self._heard_at < began:
-                # What is on its way over this connection may come after minutes; another one may get through at once.
+                # Data in transit on this connection may take minutes; a new connection may get
+                # through at once.
                 self.break_off(reason)
             raise Unreachable(self._node, reason) from None
         if message is None:
@@ -139,7 +148,7 @@ class Link:
         self._pipe.kill()
 
     async def close(self) -> None:
-        """End the session; nothing on the node ends with it."""
+        """Close the session. Nothing on the node ends with it."""
         self._reason = self._reason or "the session was closed"
         self._pipe.end()
         await end(self._pipe, PARTING)
@@ -170,14 +179,18 @@ class Link:
             self._pipe.kill()
             raise
         finally:
-            # From here on nobody sends an order into it: its process may be gone before that is known of its exit code.
+            # Stop accepting orders now: the agent's process may be gone before its exit code is
+            # known.
             self._inboxes = None
             for inbox in inboxes.values():
                 inbox.end()
             await self._pipe.wait()
 
     def _take(self, line: bytes, inboxes: dict[int, Inbox]) -> str | None:
-        """Give a line to whoever waits for it; return why nothing more of what comes can be trusted."""
+        """Put a line into the inbox of its command.
+
+        Return why the session can no longer be trusted, or None.
+        """
         if has_too_many_values(line):
             return f"the agent said a line of more than {MAX_VALUES} values"
         try:
@@ -185,7 +198,7 @@ class Link:
             number = message["id"]
             known = type(number) is int and 0 < number <= self._newest
         except (ValueError, KeyError, TypeError, RecursionError):
-            # A torn line, whose writer was killed, or no agent at all.
+            # A torn line whose writer was killed, or a program that is not the agent.
             return f"the agent said {line[:120]!r}, expected a JSON object with an id"
         if not known:
             return f"the agent answered order {str(number)[:40]!r}, which nobody gave"
@@ -202,7 +215,10 @@ class Link:
 
 
 def _writable(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which stand for bytes that are no text: JSON can say them, and nothing can store them."""
+    """Replace lone surrogates.
+
+    They stand for bytes that are not text: JSON can express them, but no store can keep them.
+    """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
@@ -213,7 +229,7 @@ def _writable(value: Any) -> Any:
 
 
 async def end(pipe: Pipe, within: float = ENDING) -> None:
-    """Give it so long to end, then kill it."""
+    """Wait up to `within` seconds for the pipe to end, then kill it."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within):
             await pipe.wait()

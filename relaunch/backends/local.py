@@ -1,6 +1,9 @@
-"""Nodes on this machine: each is a state folder, an address on loopback and a name. For laptops, tests and the demo.
+"""The backend for nodes on this machine, for laptops, tests and the demo.
 
-They share a kernel and a network, so a cut, a freeze or a reboot of one of them is made by `cut`, `heal` and `reboot` here.
+Each node is a state folder, a loopback address and a name.
+
+The nodes share a kernel and a network, so `cut`, `heal` and `reboot` here simulate the loss of a
+node's network, a freeze or a reboot.
 """
 
 from __future__ import annotations
@@ -27,25 +30,28 @@ __all__ = ["CUTS", "KERNEL_LOG", "LIBRARIES", "PROGRAMS", "LocalBackend", "cut",
 
 CUTS = ("controller-in", "controller-out", "peers")
 CUT = "cut"
-"""In a node's folder, while it is cut off: which of `CUTS`, a line each."""
+"""The file in a node's folder that exists while the node is cut off. It lists which of `CUTS`
+apply, one on each line."""
 
 KERNEL_LOG = "kernel.log"
-"""In a node's folder: where it is there, the node takes it for its kernel's log. All nodes of one machine have one kernel, and its log
-cannot say which of them it means."""
+"""The file in a node's folder that the node reads as its kernel log, if it exists. All nodes of one
+machine share one kernel, whose log cannot say which of them a line concerns."""
 
 
 PROGRAMS, LIBRARIES = "bin", "lib"
-"""In a node's folder: where they are there, the node finds its tools (dcgmi, nvidia-smi) and its libnvidia-ml.so.1 in them first."""
+"""The folders in a node's folder that the node searches first, if they exist, for its tools (dcgmi,
+nvidia-smi) and for libnvidia-ml.so.1."""
 
 
 STARTED_WITHIN = 30.0
-"""Seconds for an agent to be there. It is a process of this machine: that nothing comes from it says how busy the machine is, unless its
-node is cut off."""
+"""Seconds for an agent to start. It is a process of this machine, so a slow start means that the
+machine is busy, unless the node is cut off."""
 
 
 class LocalBackend(SessionBackend):
     silence_breaks = False
-    """A session that lost a line to a cut breaks by itself when that is healed; another process would be cut off as well."""
+    """A session that lost a line to a cut breaks by itself when the cut is healed. A new process
+    would be cut off as well."""
 
     def __init__(self, spec: FleetSpec, state: Path, agent: Path, answer_within: float = ANSWER_WITHIN) -> None:
         super().__init__(spec, answer_within)
@@ -53,12 +59,13 @@ class LocalBackend(SessionBackend):
         self._agent = agent.resolve()
 
     def folder(self, node: str) -> Path:
-        """The node's state folder."""
+        """Return the node's state folder."""
         return self._state / "nodes" / node
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
         if not gpus and node not in self._sessions and not any((self.folder(node) / name).exists() for name in ("jobs", CUT, "held.json")):
-            # Nothing ever ran there. To start a session only to hear that costs 0.2 s of a core, sixteen times on a new laptop.
+            # Nothing ever ran there. Starting a session to learn that costs 0.2 s of a core,
+            # sixteen times on a new laptop.
             return {"outcome": "done", "protocol": PROTOCOL, "boot_id": "", "jobs": [], "held": None}
         return await super().list(node, gpus)
 
@@ -85,21 +92,23 @@ class LocalBackend(SessionBackend):
             stdout=asyncio.subprocess.PIPE,
             env={**environment, "RELAUNCH_AGENT_STATE": str(folder)},
             limit=LINE_LIMIT,
-            # A Ctrl-C in the worker's terminal is for the worker; it decides what becomes of its sessions.
+            # A Ctrl-C in the worker's terminal is for the worker, which decides when its sessions
+            # end.
             start_new_session=True,
         )
         return ProcessPipe(process)
 
 
-# --- faults that machines of their own have by themselves ---------------------------------------------------------------
+# --- faults that separate machines have by themselves -------------------------------------------
 
 
 def cut(folder: Path, what: Iterable[str] = CUTS, *, freeze_ranks: bool = False) -> None:
-    """Cut the node whose state is in `folder` off, until `heal`.
+    """Cut off the node whose state is in `folder`, until `heal`.
 
     Args:
-        what: any of `CUTS`; one of the controller's two directions alone is a one-way cut.
-        freeze_ranks: also stop (SIGSTOP) its ranks: their sockets stay open and silent, as they would behind a dead switch.
+        what: Any of `CUTS`; only one of the controller's two directions is a one-way cut.
+        freeze_ranks: Also stop (SIGSTOP) its ranks: their sockets stay open and silent, as behind a
+            dead switch.
     """
     words = tuple(what)
     if unknown := set(words) - set(CUTS):

@@ -1,6 +1,9 @@
-"""The power switch of a local node: ends its processes and gives it a new boot id, and never touches the machine.
+"""The power switch of a local node: ends its processes and gives it a new boot id.
 
-Also the command that such a node is rebooted with: a script of the standard library only, so that it starts in no time.
+Never affects the machine.
+
+Also the reboot command of such a node: a script that uses only the standard library, so that it
+starts fast.
 """
 
 from __future__ import annotations
@@ -15,12 +18,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ANSWERED = 0.2
-"""Seconds for the answer to the order to leave: what gave it dies with the node."""
+"""Seconds for the answer to the reboot order to be sent, before the agent that gives it is killed
+with the node."""
 
 
 def reboot(folder: Path) -> None:
-    """Kill every process of the node at once and give it a new boot id. What is on its disk stays."""
-    # All stand still before any dies: a power cut leaves nobody to write down how the others ended.
+    """Kill every process of the node at once and give it a new boot id.
+
+    The content of its disk stays.
+    """
+    # Stop all processes before killing any: in a power cut, no process is left to record how the
+    # others ended.
     stopped: set[int] = set()
     while (pids := processes_of(folder, b"RELAUNCH_NODE_STATE") | processes_of(folder, b"RELAUNCH_AGENT_STATE")) - stopped:
         signal_all(pids - stopped, signal.SIGSTOP)
@@ -29,11 +37,12 @@ def reboot(folder: Path) -> None:
         signal_all(pids, signal.SIGKILL)
     temporary = folder / f".boot_id.{uuid.uuid4().hex}"
     temporary.write_text(uuid.uuid4().hex + "\n")
-    temporary.replace(folder / "boot_id")  # whole: an agent that reads half of it takes that for a boot of its own
+    # Replace it atomically: an agent that reads half of it would take that for another boot id.
+    temporary.replace(folder / "boot_id")
 
 
 def processes_of(folder: Path, variable: bytes) -> set[int]:
-    """Living processes that carry `variable=<folder>` in their environment."""
+    """Return the live processes that have `variable=<folder>` in their environment."""
     wanted = variable + b"=" + os.fsencode(folder.resolve())
     found = set()
     for entry in os.listdir("/proc"):
@@ -43,7 +52,7 @@ def processes_of(folder: Path, variable: bytes) -> set[int]:
             environment = Path("/proc", entry, "environ").read_bytes()
             stat = Path("/proc", entry, "stat").read_bytes()
         except OSError:
-            continue  # it ended meanwhile, or belongs to somebody else
+            continue  # it ended meanwhile, or belongs to another user
         if wanted in environment.split(b"\0") and stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
             found.add(int(entry))
     return found
@@ -58,13 +67,14 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def command(folder: Path) -> list[str]:
-    """What a node's agent runs to reboot it."""
+    """Return the command with which a node's agent reboots the node."""
     return [sys.executable, "-S", str(Path(__file__).resolve()), "order", str(folder.resolve())]
 
 
 def _main(verb: str, folder: Path) -> None:
     if verb == "order":
-        # Not of the node: what carries its name in the environment dies with it.
+        # Run outside the node: a process with the node's variables in its environment is killed
+        # with it.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAUNCH_")}
         subprocess.Popen(
             [sys.executable, "-S", __file__, "carry-out", str(folder)],

@@ -1,6 +1,6 @@
-"""What a session with an agent is spoken over: lines in both directions, however far away the agent is.
+"""Carries the lines of a session in both directions, whether the agent is local or remote.
 
-Knows nothing of what the lines say.
+Does not interpret the lines.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import contextlib
 from typing import Protocol
 
 LINE_LIMIT = 8 * 1024 * 1024
-"""A `logs` answer is the longest line; asyncio's own limit is 64 KiB."""
+"""Bytes. A `logs` answer is the longest line; asyncio's default limit is 64 KiB."""
 
 
 class Pipe(Protocol):
     @property
     def ended(self) -> str | None:
-        """Why nothing can be said over it any more, for a person; None: something can."""
+        """Why the pipe can carry nothing more, for a person; None while it is open."""
         ...
 
     @property
     def last_words(self) -> str:
-        """The end of what was printed beside the lines, where that is known."""
+        """The end of the agent's output outside the lines (stderr), if that is known."""
         ...
 
     async def readline(self) -> bytes:
-        """Return a line with its end; at the end what is left of one, then nothing.
+        """Return a line with its newline; at the end of the stream the rest of a line, then b"".
 
         Raises:
             ValueError: a line is longer than LINE_LIMIT.
@@ -33,25 +33,29 @@ class Pipe(Protocol):
         ...
 
     async def write(self, data: bytes) -> None:
-        """Raises ConnectionError when it is broken."""
+        """Write data.
+
+        Raises:
+            ConnectionError: the pipe is broken.
+        """
         ...
 
     def end(self) -> None:
-        """Say that nothing more will be said: what listens may finish and go."""
+        """Close the sending side, so that the reader may finish and exit."""
         ...
 
     def kill(self) -> None: ...
 
     async def wait(self) -> None:
-        """Wait until it is gone."""
+        """Wait until the other end is gone."""
         ...
 
 
 class ProcessPipe:
-    """An agent that is a child of ours."""
+    """A pipe to an agent that is a child process of this one."""
 
     last_words = ""
-    """They went to our own stderr."""
+    """Empty: the agent's stderr goes to this process's stderr."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         if process.stdin is None or process.stdout is None:
@@ -71,14 +75,14 @@ class ProcessPipe:
         try:
             self._stdin.write(data)
             await self._stdin.drain()
-        except RuntimeError as error:  # asyncio's word for a transport that was closed meanwhile
+        except RuntimeError as error:  # asyncio raises it for a transport that was closed meanwhile
             raise ConnectionError(str(error)) from error
 
     def end(self) -> None:
         self._stdin.close()
 
     def kill(self) -> None:
-        # Its node may have gone down a moment ago, and every process with it.
+        # The node may have just gone down, with all its processes.
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

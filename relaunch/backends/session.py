@@ -1,6 +1,7 @@
-"""Speaks the agent's protocol over one long-lived `session` process, however that process was reached.
+"""Speaks the agent's protocol over one long-lived `session` process, however it was reached.
 
-A session holds no state: when it breaks, every order in flight is ambiguous and the next call opens another.
+A session holds no state: when it breaks, every order in flight is ambiguous and the next call opens
+another session.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from relaunch.job.places import parse_place
 ANSWER_WITHIN = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs a few milliseconds."""
 GPUS_WITHIN = 14.0
-"""Seconds that the agent gives NVML, ten, then the killing of it, and the names of users."""
+"""Seconds for a `list` with GPUs: the agent gives NVML ten, then kills the process, then looks up
+user names."""
 STACKS_WITHIN = 20.0
 """Seconds that the agent gives py-spy."""
 WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3
-"""Heartbeats that may fail to come before a watch counts as broken."""
+"""Heartbeats that may be missing before a watch counts as broken."""
 
 Connect = Callable[[], Awaitable[Pipe]]
 
 
 class AgentSession:
-    """One node's connection, opened when it is first needed."""
+    """The connection to one node, opened when it is first needed."""
 
     def __init__(
         self,
@@ -58,16 +60,17 @@ class AgentSession:
         server: str = "",
         started_within: Callable[[], float] | None = None,
     ) -> None:
-        """Make a connection, without opening it.
+        """Create a session without opening it.
 
         Args:
             node: Its name.
             connect: Starts an agent's `session` there.
             answer_within: Seconds for an answer that needs no waiting on the node.
-            silence_breaks: A session that answers nothing at all is given up, and the next call
-                connects anew.
-            server: The id of the Temporal server whose orders these are, as tokens name it.
-            started_within: Gives the seconds for an agent that was started to say its first line; None: twice `answer_within`.
+            silence_breaks: Whether a session that answers nothing at all is abandoned, so that the
+                next call connects again.
+            server: The id of the Temporal server that gives the orders, as tokens name it.
+            started_within: Returns the seconds that a started agent has for its first line; None:
+                twice `answer_within`.
         """
         self._node = node
         self._server = server
@@ -167,7 +170,10 @@ class AgentSession:
         return answers.check_size(self._node, "probe", answer, answers.MAX_PROBE_BYTES)
 
     async def preflight(self, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
-        """What the node is asked before it is trusted with ranks, as docs/reference/agent-protocol.md has it."""
+        """Check a node before it gets ranks.
+
+        The order and the answer are those of docs/reference/agent-protocol.md.
+        """
         order = {**order, "within": within}
         return await self._asked("preflight", order, within, answers.PreflightAnswer)
 
@@ -216,13 +222,17 @@ class AgentSession:
             yield AgentWatch(link, id_, inbox, first=self._within, silence=SILENT_BEATS * heartbeat + self._within / 5)
 
     async def close(self) -> None:
-        """End the session; nothing on the node ends with it."""
+        """Close the session. Nothing on the node ends with it."""
         link, self._link = self._link, None
         if link is not None:
             await link.close()
 
     async def _call(self, command: str, order: Mapping[str, Any], within: float) -> Mapping[str, Any]:
-        """Send an order and return its answer. A long wait is broken off as soon as the node answers nothing at all."""
+        """Send an order and return its answer.
+
+        While it waits, it sends `list` at intervals: a long wait ends as soon as the node answers
+        nothing at all.
+        """
         async with self._command(command, order) as (link, _, inbox):
             waiting = asyncio.ensure_future(self._answer(link, inbox, within, command))
             try:
@@ -234,7 +244,7 @@ class AgentSession:
                 return await waiting
             finally:
                 waiting.cancel()
-                # Its own outcome has been taken above, or does not matter any more.
+                # Its outcome was taken above, or is not needed any more.
                 await asyncio.gather(waiting, return_exceptions=True)
 
     async def _answer(self, link: Link, inbox: Inbox, within: float, command: str) -> Mapping[str, Any]:
@@ -265,7 +275,7 @@ class AgentSession:
         finally:
             link.over(id_)
             if command in ("watch", "diagnose"):
-                # A broken session has closed the watch already.
+                # A broken session has already closed the command on the node.
                 with contextlib.suppress(Unreachable):
                     await link.send({"id": id_, "close": True})
 
@@ -280,19 +290,19 @@ class AgentSession:
                     said = str(version)[:40]
                     raise ProtocolError(self._node, f"the agent speaks protocol {said}, expected {PROTOCOL}")
             except BaseException:
-                # Also where the caller is cancelled: nobody else knows of this process.
+                # This also covers a cancelled caller: nothing else refers to this process.
                 pipe.kill()
                 raise
             self._link = Link(self._node, pipe, self._within, self._silence_breaks)
             return self._link
 
     async def _greeted(self, pipe: Pipe) -> Any:
-        """Wait for the agent's first line and return the version of the protocol that it speaks."""
+        """Wait for the agent's first line and return the protocol version that it names."""
         line = b""
         clock, reading = asyncio.get_running_loop().time, asyncio.ensure_future(pipe.readline())
         begun = clock()
         try:
-            # Asked again and again: whether its node is cut off may change meanwhile.
+            # The limit is read again each second: whether the node is cut off may change meanwhile.
             while not reading.done() and clock() < begun + (within := self._started_within()):
                 await asyncio.wait({reading}, timeout=min(1.0, within))
             if not reading.done():
@@ -328,7 +338,7 @@ def _whose(fleet: str) -> dict[str, str]:
 
 
 class AgentWatch:
-    """One `watch` in a session."""
+    """One `watch` command in a session."""
 
     def __init__(self, link: Link, id_: int, inbox: Inbox, first: float, silence: float) -> None:
         self._link = link
@@ -346,7 +356,7 @@ class AgentWatch:
                 return
             line = message["line"]
             now = clock()
-            # Lines that say nothing are silence, however many come.
+            # Lines of unknown kinds count as silence, however many arrive.
             is_known = isinstance(line, dict) and not line.keys().isdisjoint(WATCH_LINES)
             within, heard_at = self._silence if is_known else within - (now - heard_at), now
             yield line
@@ -356,7 +366,7 @@ class AgentWatch:
 
 
 def _refusal(line: bytes) -> str:
-    """Why an agent that can open no session says it cannot, if it says so."""
+    """Return the reason from the line of an agent that cannot open a session, or ""."""
     try:
         reason = json.loads(line)["reason"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,7 @@
-"""A backend whose nodes each have an agent that a session is held with. How one is opened is for whoever derives from it."""
+"""Base of the backends that hold a session with an agent on each node.
+
+Subclasses define how a session is opened.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from relaunch.spec.fleet import FleetNode, FleetSpec
 
 class SessionBackend(ABC):
     silence_breaks: ClassVar[bool]
-    """Whether a session that answers nothing is given up: another connection may get through where this one does not."""
+    """Whether a session that answers nothing is abandoned: a new connection may get through where
+    this one does not."""
 
     fences: ClassVar[bool] = True
 
@@ -30,14 +34,14 @@ class SessionBackend(ABC):
 
     @abstractmethod
     async def _connect(self, name: str) -> Pipe:
-        """Start an agent's `session` on the node, and return what it is spoken to over.
+        """Start an agent's `session` on the node, and return the pipe to it.
 
         Raises:
-            Unreachable: it cannot be started, or not be reached.
+            Unreachable: it cannot be started or reached.
         """
 
     def _started_within(self, name: str) -> float:
-        """Seconds for an agent that was started on the node to say its first line."""
+        """Return the seconds that an agent started on the node has for its first line."""
         return 2 * self._answer_within
 
     def node(self, name: str) -> FleetNode:

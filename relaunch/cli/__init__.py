@@ -1,1 +1,4 @@
-"""What people type and read: files and flags in; tables, JSON and live views out. Refuses to reach a node by itself."""
+"""The command line: reads files and flags; prints tables, JSON and live views.
+
+Only `direct` connects to nodes.
+"""

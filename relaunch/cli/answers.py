@@ -1,4 +1,7 @@
-"""Answers what a job or a repair asks of people. Every refusal is a `ConfigError`: one sentence, nothing changed."""
+"""Sends answers to jobs and repairs that wait for a person's decision.
+
+Every refusal raises `ConfigError` with a one-sentence message and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ from relaunch.messages.jobs import AnswerMessage, explain
 
 
 async def for_job(client: Client, job: str, decision: str, reason: str, within: str | None = None, node: str | None = None) -> str:
-    """Answer what a job asks, or the repair that it waits for; with a node, whoever wants that of the job. Return a sentence that says
-    what comes of it.
+    """Answer a job's question, or the repair it waits for; return a sentence with the result.
+
+    With `node`, answer the request that the job leave that node.
 
     Raises:
-        Mistake: this is no answer, or nothing is asked.
+        ConfigError: The answer is invalid, or no question is pending.
     """
     message = _message(decision, reason, within, node)
     state = (await look(client, job)).state
@@ -46,29 +50,29 @@ async def _answer_repairs(client: Client, job: str, state: JobState, message: An
 
 
 async def for_node(client: Client, fleet: str, node: str, decision: str, reason: str) -> None:
-    """Approve or deny what the repair of one node asks, whoever ordered it.
+    """Approve or deny what the repair of one node asks, no matter who ordered the repair.
 
     Raises:
-        Mistake: there is no repair of it under way, or it asks nothing.
+        ConfigError: No repair of the node is under way, or it asks nothing.
     """
     if why := await _answer_repair(client, repair_id(fleet, node), _message(decision, reason, None)):
         raise ConfigError(f"node {node}: {why}")
 
 
 async def _answer_repair(client: Client, id_: str, message: AnswerMessage) -> str:
-    """Return why it was not taken; empty: it was."""
+    """Return why the answer was refused, or an empty string if it was accepted."""
     told = await _update(client, id_, message)
     return f"there is no repair {id_}" if told.missing else f"{id_}: {told.refused}" if told.refused else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What became of an answer."""
+    """The result of sending an answer."""
 
     said: str = ""
     refused: str = ""
     missing: bool = False
-    """There is nobody of that name to be answered."""
+    """True if no workflow with that ID is running."""
 
 
 async def _update(client: Client, id_: str, message: AnswerMessage) -> Told:

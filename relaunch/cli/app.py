@@ -1,4 +1,4 @@
-"""The command line of relaunch: starts jobs, shows them, and sends them what people say. `relaunch --help` has the commands."""
+"""Start, inspect and control training jobs and their nodes. `relaunch --help` lists commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def up(
     worker: Annotated[bool, typer.Option(help="Run a worker, too.")] = True,
     attended: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Run server, web UI and worker in this terminal; ctrl-C stops them, ranks live on."""
+    """Run the server, the web UI and a worker in this terminal. Ctrl-C stops them; ranks keep
+    running."""
     from relaunch.cli import files, service
 
     settings = read_settings(state=state)
@@ -56,7 +57,7 @@ def up(
 
 @app.command(hidden=True)
 def warm(state: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
-    """Run other commands without their start; `up` keeps this."""
+    """Serve other commands from a process with everything imported. `up` starts and restarts it."""
     from relaunch.cli.warm import serve
 
     serve(state, main)
@@ -72,7 +73,8 @@ def run(
     env: Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="A variable for the ranks.")] = None,
     fleet: Annotated[str | None, typer.Option(help="A fleet's name.")] = None,
 ) -> None:
-    """Run one job to its end, print what its ranks print, and exit with its exit code. Brings its own server where none runs."""
+    """Run one job to its end. Print what its ranks print, and exit with its exit code. Start a
+    server for the job if none is running."""
     from relaunch.cli import run as runner
 
     settings = read_settings()
@@ -91,7 +93,7 @@ def submit(
     reason: Reason = "",
     follow: Annotated[bool, typer.Option(help="Stay until it ends; exit with its exit code.")] = False,
 ) -> None:
-    """Start the job of a file."""
+    """Submit the job that a file describes."""
     from relaunch.cli import files
 
     flags = {"name": name, "nodes": nodes, "nproc_per_node": nproc, "policy": policy, "fleet": fleet}
@@ -113,7 +115,7 @@ def submit(
 
 @app.command("jobs")
 def list_jobs(as_json: Json = False) -> None:
-    """List the jobs there are and were."""
+    """List all jobs, running and ended."""
     from relaunch.cli import jobs, tables
 
     rows = with_client(lambda client, _: jobs.list_jobs(client))
@@ -122,7 +124,7 @@ def list_jobs(as_json: Json = False) -> None:
 
 @app.command()
 def show(job: Job, as_json: Json = False) -> None:
-    """Show one job: where it is, why, and what comes next."""
+    """Show one job: its phase, the reason, and what happens next."""
     from relaunch.cli import jobs, tables
 
     now = with_client(lambda client, _: jobs.look(client, job))
@@ -132,7 +134,7 @@ def show(job: Job, as_json: Json = False) -> None:
 
 @app.command("next")
 def next_(job: Job, as_json: Json = False) -> None:
-    """Say what happens next to a job, and when."""
+    """Print what happens next to a job, and when."""
     from relaunch.cli import job_views, jobs, tables
 
     now = datetime.now(UTC)
@@ -142,7 +144,7 @@ def next_(job: Job, as_json: Json = False) -> None:
 
 @app.command()
 def history(job: Job, as_json: Json = False) -> None:
-    """Show every incident of a job, and what was decided."""
+    """Show all incidents of a job, and the decisions about each."""
 
     async def work(client: Client, settings: Settings) -> tuple[list[dict[str, Any]], str | None]:
         from relaunch.cli import job_views, jobs
@@ -178,7 +180,7 @@ def logs(
     tail: Annotated[int | None, typer.Option(min=0, help="Begin with the last so many lines of each rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until they end.")] = False,
 ) -> None:
-    """Print what the ranks of one generation printed."""
+    """Print the output of the ranks of one generation."""
 
     async def work(client: Client, settings: Settings) -> None:
         from relaunch.cli import logs as reading
@@ -194,7 +196,8 @@ def stacks(
     rank: Annotated[int | None, typer.Option(help="Only this one.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show where the ranks of a job are at the moment: Python's stacks where py-spy is on the node, else the kernel's."""
+    """Show where the ranks of a job are executing now. Python stacks if py-spy is on the node, else
+    kernel stacks."""
 
     async def work(client: Client, settings: Settings) -> tuple[Stack, ...]:
         from relaunch.cli import stacks as reading
@@ -223,7 +226,7 @@ def retry(
     avoid: Annotated[list[str] | None, typer.Option(metavar="NODE", help="A node that is not used again.")] = None,
     renew_budgets: Annotated[bool, typer.Option("--renew-budgets", help="Forget what was spent.")] = False,
 ) -> None:
-    """Launch a running job anew, or start one that has ended again with its history."""
+    """Relaunch a running job, or start an ended one again with its history."""
     from relaunch.cli import submit
 
     print(with_client(lambda client, s: submit.retry(client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets)))
@@ -239,8 +242,9 @@ def answer(
         str | None, typer.Option(metavar="NODE", help="One that somebody wants of it. approve: it leaves it at once; deny: when it has to.")
     ] = None,
 ) -> None:
-    """Answer what a job asks: approve or deny, be asked again later (snooze), or have relaunch do nothing more about it (take-over).
-    With --node, answer whoever wants that node of the job."""
+    """Answer what a job asks. Approve or deny it, be asked again later (snooze), or have relaunch
+    take no further action on it (take-over). With --node, answer the request that the job leave
+    that node."""
     from relaunch.cli import answers
 
     print(with_client(lambda client, _: answers.for_job(client, job, decision, reason, within, node)))
@@ -248,7 +252,7 @@ def answer(
 
 @policy_app.command("presets")
 def presets() -> None:
-    """List the presets, and what each is."""
+    """List the presets, and what each does."""
     from relaunch.cli.policy_views import presets_lines
 
     print("\n".join(presets_lines()))
@@ -256,7 +260,7 @@ def presets() -> None:
 
 @policy_app.command("check")
 def check(file: Annotated[str, typer.Argument(metavar="FILE")]) -> None:
-    """Say whether a policy can be used."""
+    """Check whether a policy can be used."""
     from relaunch.cli import policies
 
     policies.read(file)
@@ -286,7 +290,7 @@ def change_policy(
     file: Annotated[str | None, typer.Argument(metavar="FILE|PRESET")] = None,
     values: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as max_restarts=12.")] = None,
 ) -> None:
-    """Lay keys over the policy of a running job, from its next decision on."""
+    """Override keys in the policy of a running job, from its next decision on."""
     from relaunch.cli import policies
 
     changes = policies.read_changes(file, values or [])
@@ -301,7 +305,7 @@ def replay_policy(
     events: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="On events that are written down.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a policy would have decided, and what was decided otherwise."""
+    """Show what a policy would have decided, and where the actual decisions differ."""
     from relaunch.cli import policies
 
     if (history is None) == (events is None) or (run_id and events):
@@ -324,7 +328,7 @@ def explain_evidence(
     policy: Annotated[str | None, typer.Option(metavar="FILE|PRESET", help="Its catalog counts; say what it does first.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a piece of evidence means: an Xid, an exit, what dcgmi printed, a rank's log, a kernel log."""
+    """Explain a piece of evidence: an Xid, an exit, dcgmi output, a rank's log, a kernel log."""
     from relaunch.cli import explain
 
     known = None
@@ -337,7 +341,8 @@ def explain_evidence(
 
 
 def main() -> int:
-    """Run the command line; a mistake is one sentence and exit code 2."""
+    """Run the command line and return its exit code; a `ConfigError` prints one sentence and
+    returns 2."""
     try:
         app(prog_name="relaunch")
     except SystemExit as end:

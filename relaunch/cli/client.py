@@ -1,4 +1,4 @@
-"""What the command line says of itself to the server, and of the jobs there: who asks, and by which names."""
+"""The command line's identity towards the Temporal server, and the names it uses for jobs there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ WORKFLOW = "TrainingJob"
 
 
 TASK_TIMEOUT = timedelta(seconds=3)
-"""After which another worker takes over from one that died with a workflow task in its hands; the default is 10 s."""
+"""Time after which another worker takes over a workflow task from one that died. Temporal's default
+is 10 s."""
 
 
 PHASE = SearchAttributeKey.for_keyword("Phase")

@@ -1,6 +1,8 @@
-"""Reaches nodes from the command line, without a server or a worker: the one place where it does, for whoever has neither yet.
+"""Connects to nodes from the command line, without a server or a worker.
 
-It looks at nodes before they are used, and at their host keys. All that is done to a node later is for a worker.
+This is the only part of the command line that does so, for users who have no server or worker yet.
+It examines nodes before they are used, and reads their host keys. All later operations on a node
+are done by a worker.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ if TYPE_CHECKING:
     from relaunch.backends.ssh.trust import HostKey
 
 AT_ONCE = 32
-"""Nodes that are looked at side by side: as many as the backend logs in to at once."""
+"""Nodes examined concurrently: the number of concurrent logins that the backend allows."""
 WITHIN = 20.0
-"""Seconds for a node to look at itself: NVML and two tools that may each hang."""
+"""Seconds for a node to examine itself: NVML and two tools that may each hang."""
 GONE = 2.0
-"""Seconds after a logout in which what was started has to be gone if it is not to stay: logind stops a session's scope at once."""
+"""Seconds to wait after a logout for the test process to be killed, if a logout kills processes.
+logind stops a session's scope at once."""
 STAY = 60.0
-"""Seconds for which what was left behind listens, and as long again for every `AT_ONCE` nodes."""
+"""Seconds that the test process left on a node keeps listening, plus the same again for every
+`AT_ONCE` nodes."""
 NOBODY: Mapping[str, Any] = {"left": None, "peer": None, "wait": 0.0}
-"""A question that costs the way there and back."""
+"""A `meet` request that does nothing, so it measures the round trip."""
 
 
 class Step(StrEnum):
-    """Where it ended with a node that could not be looked at."""
+    """The step at which the examination of a node ended."""
 
     KEY = "key"
     LOGIN = "login"
@@ -45,26 +49,27 @@ class Step(StrEnum):
 
 @dataclass(slots=True)
 class Seen:
-    """What one node showed."""
+    """The results of examining one node."""
 
     node: FleetNode
     step: Step = Step.KEY
     reason: str = ""
-    """Why it went no further than `step`."""
+    """Why the examination did not get past `step`."""
     key: HostKey | None = None
-    """None where nodes have none: they are on this machine."""
+    """None if nodes have no host keys because they are on this machine."""
     connected: float = 0.0
-    """Seconds until the agent had answered first."""
+    """Seconds until the agent's first answer."""
     round_trip: float = 0.0
     shipped: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The answer to `preflight`."""
     probe: Mapping[str, Any] = field(default_factory=dict)
-    """The answer to `probe`, with the exchange of times."""
+    """The answer to `probe`, with the local send and receive times in `exchange`."""
     again: Mapping[str, Any] | None = None
-    """The answer to `meet`, in a login of its own; None: there was no second one, for the reason in `reason`."""
+    """The answer to `meet` in a second login; None if there was no second login, for the reason in
+    `reason`."""
     neighbour: str = ""
-    """Whom it was to get through to."""
+    """Name of the node that this node was to connect to."""
 
     @property
     def left(self) -> Mapping[str, Any]:
@@ -74,20 +79,20 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Nodes that were looked at together, and what with."""
+    """The nodes examined together, with the fleet, its file and the version of the agent."""
 
     spec: FleetSpec
     file: Path
     version: str
-    """Of the agent."""
+    """Version of the agent."""
     seen: tuple[Seen, ...]
 
 
 def nodes_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[FleetNode, ...]:
-    """The nodes of these names, all where none is named.
+    """Return the nodes with these names, or all nodes if `names` is empty.
 
     Raises:
-        Mistake: one is not in the file, or the backend is of another kind.
+        ConfigError: A name is not in the file, or the backend is neither local nor ssh.
     """
     if spec.backend == "ecs":
         instead = f"expected `relaunch nodes check NODE --fleet {spec.name}`, which asks a running worker to look"
@@ -102,10 +107,14 @@ def nodes_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[FleetNo
 
 
 async def look_at(spec: FleetSpec, file: Path, names: Sequence[str], state: Path) -> Fleet:
-    """Connect to nodes side by side, ask each, log out, and see from a second login what that ended and who gets through to whom.
+    """Examine nodes concurrently, with two logins each.
+
+    The first login queries the node and leaves a test process running there. The second login
+    reports whether that process survived the logout, and whether the node can connect to its
+    neighbour.
 
     Raises:
-        Mistake: what the fleet file names cannot be used.
+        ConfigError: Something that the fleet file names cannot be used.
     """
     from relaunch.backends.artifact import build_agent
 
@@ -135,7 +144,7 @@ async def look_at(spec: FleetSpec, file: Path, names: Sequence[str], state: Path
     backend = _open(spec, file, state, agent)
     try:
         await each(lambda node: _second(backend, node, followers.get(node.node.name)))
-        # Only now: whoever is asked must be there until all have asked.
+        # In a second pass: each test process must listen until all nodes have tried to connect.
         await each(lambda node: _end(backend, node))
     finally:
         await backend.close()
@@ -240,7 +249,7 @@ async def _end(backend: SessionBackend, seen: Seen) -> None:
         try:
             await backend.meet(seen.node.name, {"left": _identity(seen), "peer": None, "wait": 0.0, "end": True}, WITHIN)
         except BackendError:
-            return  # it ends by itself
+            return  # the test process ends by itself
 
 
 def _identity(seen: Seen) -> dict[str, int] | None:
@@ -259,10 +268,11 @@ class NoKey:
 
 
 async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[HostKey | NoKey, ...]:
-    """Ask nodes for their host keys, side by side. Nothing is sent to them but the exchange of keys.
+    """Ask nodes for their host keys, concurrently. Only the key exchange is sent to them.
 
     Raises:
-        Mistake: the fleet has none, or what the fleet file names cannot be used.
+        ConfigError: The backend has no host keys, or something that the fleet file names cannot be
+            used.
     """
     from relaunch.backends.base import Unreachable
     from relaunch.backends.ssh.route import SshConfigError, check
@@ -282,7 +292,7 @@ async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[Ho
                 return NoKey(node.name, error.reason)
 
     try:
-        # Not a known_hosts that is still to be written: that is what this is for.
+        # known_hosts is not checked: it may not exist yet, because `nodes trust` writes it.
         check(spec.ssh.model_copy(update={"known_hosts": None, "key": None}), nodes)
         return tuple(await asyncio.gather(*(one(node) for node in nodes)))
     except SshConfigError as error:
@@ -290,10 +300,10 @@ async def keys_of(spec: FleetSpec, file: Path, names: Sequence[str]) -> tuple[Ho
 
 
 def remember(key: HostKey) -> None:
-    """Write a key down that a person has vouched for.
+    """Record a host key that a person has vouched for.
 
     Raises:
-        Mistake: the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     from relaunch.backends.ssh import trust
 

@@ -1,6 +1,7 @@
-"""Writes a fleet file for an ECS cluster that is there: a node for each of its EC2 instances. It asks AWS from here, and changes nothing.
+"""Writes a fleet file for an existing ECS cluster, with a node for each of its EC2 instances.
 
-What it prints is for a person to look at: who is a spare, and what a rank is run as, AWS does not say.
+It calls AWS from this machine and changes nothing there. A person has to review the result: AWS
+does not say which nodes are spares, or what a rank is run as.
 """
 
 from __future__ import annotations
@@ -20,41 +21,43 @@ if TYPE_CHECKING:
     from relaunch.backends.ecs.aws import Aws, AwsError
 
 AT_ONCE = 100
-"""Container instances or machines of one call: the most that ECS describes."""
+"""Instances per call: the most that ECS describes at once."""
 GONE = ("", "shutting-down", "terminated")
-"""States of EC2 that no instance comes back from. ECS keeps one that was terminated while it was stopped."""
+"""EC2 states that an instance does not come back from. ECS keeps a container instance that was
+terminated while it was stopped."""
 EC2 = "i-"
-"""How EC2's ids begin; those of ECS Anywhere begin with mi-."""
+"""Prefix of EC2 instance IDs; those of ECS Anywhere begin with mi-."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A container instance that its cluster calls ACTIVE."""
+    """A container instance that its cluster lists as ACTIVE."""
 
     arn: str
     ec2_id: str
     gpus: int
-    """That are registered with ECS."""
+    """Number of GPUs registered with ECS."""
     connected: bool
-    """Its ECS agent is."""
+    """Whether its ECS agent is connected."""
     registered_at: float
     tag: str
-    """EC2's tag `Name`; empty: it has none."""
+    """EC2's tag `Name`; empty if it has none."""
     state: str
-    """EC2's word; empty: EC2 does not know it."""
+    """State of the EC2 instance; empty if EC2 does not know it."""
 
 
 def fleet_file(cluster: str, region: str | None, name: str, task_definition: str | None) -> str:
-    """Return the file.
+    """Return the text of the fleet file.
 
     Args:
-        cluster: Its name or ARN.
-        region: None: as boto3 finds it, unless the ARN has one.
-        name: Of the fleet.
-        task_definition: What a rank is run as; None: that is left to whoever reads the file.
+        cluster: Name or ARN of the cluster.
+        region: None: the region of the ARN, else the one that boto3 finds.
+        name: Name of the fleet.
+        task_definition: What a rank is run as; None: left for the user of the file to fill in.
 
     Raises:
-        Mistake: the cluster cannot be listed, has no EC2 instance, or what was given cannot stand in a fleet file.
+        ConfigError: The cluster cannot be listed or has no EC2 instance, or an argument is not
+            valid in a fleet file.
     """
     check_name("fleet", name)
     task_definition = task_definition or None
@@ -69,7 +72,7 @@ def fleet_file(cluster: str, region: str | None, name: str, task_definition: str
 
 
 def _check(cluster: str, name: str, task_definition: str | None) -> None:
-    """Refuse what a worker would refuse of the file, before AWS is asked."""
+    """Refuse what a worker would refuse in the file, before calling AWS."""
     from relaunch.backends.ecs.options import options
 
     ecs = EcsOptions(cluster=cluster, task_definition=task_definition)
@@ -83,7 +86,7 @@ def _check(cluster: str, name: str, task_definition: str | None) -> None:
 
 
 async def _list(cluster: str, region: str | None) -> list[Found]:
-    """Those that were registered first first."""
+    """Return the instances of a cluster in the order of their registration."""
     from relaunch.backends.ecs.aws import Aws, AwsError
     from relaunch.backends.ecs.tasks import read_instance
 
@@ -124,7 +127,7 @@ async def _pages(aws: Aws, service: str, operation: str, key: str, token: str = 
 
 
 def _machine(raw: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
-    """Its EC2 id, and its tag and state."""
+    """Return the EC2 ID of an instance, and its tag `Name` and state."""
     tags = {str(tag.get("Key")): str(tag.get("Value") or "") for tag in raw.get("Tags") or ()}
     return str(raw["InstanceId"]), (tags.get("Name", ""), str((raw.get("State") or {}).get("Name") or ""))
 
@@ -149,7 +152,7 @@ def _cannot(cluster: str, region: str | None, error: AwsError) -> str:
 
 
 def sort_out(found: Sequence[Found]) -> tuple[list[Found], list[str]]:
-    """Return each machine once, and why others are none."""
+    """Return each EC2 instance once, and the reason for each container instance left out."""
     nodes: dict[str, Found] = {}
     left_out = []
     for one in found:
@@ -158,13 +161,14 @@ def sort_out(found: Sequence[Found]) -> tuple[list[Found], list[str]]:
         elif one.state in GONE:
             left_out.append(f"{one.ec2_id} is {one.state or 'not known to EC2'}")
         elif one.ec2_id not in nodes or one.connected:
-            # An agent that lost its memory registers again, and its old registration stays, never connected.
+            # An agent that lost its state registers again; its old registration remains, never
+            # connected.
             nodes[one.ec2_id] = one
     return list(nodes.values()), left_out
 
 
 def names(tags: Sequence[str]) -> tuple[str, ...]:
-    """Name nodes by their tags, where one can be a name and nobody else has it; else by number."""
+    """Return node names: the tag where it is a valid and unique name, else a number."""
     how_often = Counter(tags)
     taken = {tag for tag in tags if how_often[tag] == 1 and _is_name(tag)}
     width = max(2, len(str(len(tags))))
@@ -187,7 +191,7 @@ def _written(cluster: str, region: str, name: str, task_definition: str | None, 
         lines.append(f"  - {_flow({'name': called, 'address': one.ec2_id, 'gpus': one.gpus})}{_remark(one)}")
     lines += [f"# left out: {reason}" for reason in left_out]
     rank = {} if task_definition is None else {"task_definition": task_definition}
-    # The family that deploy/ecs/relaunch.yaml makes; whoever has another one writes it here.
+    # The task family that deploy/ecs/relaunch.yaml creates; users of another family edit this line.
     ecs = {"cluster": cluster, "region": region, **rank, "node_task": f"relaunch-node-{short}"}
     lines += ["ecs:", *(f"  {line}" for line in _plain(ecs))]
     if task_definition is None:

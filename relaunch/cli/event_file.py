@@ -1,6 +1,7 @@
-"""Reads a file of events, one JSON object a line, for `policy replay --events`. The format is docs/reference/events.md.
+"""Reads a file of events, one JSON object per line, for `policy replay --events`.
 
-What a line leaves out is filled in; what nobody can mean is refused, as a sentence with file and line.
+The format is docs/reference/events.md. Missing values get defaults; an invalid value raises
+`ConfigError` with a sentence that names file and line.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy
 
 BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
-"""Of a file that has only times from its start."""
+"""Start of a file whose times are all relative to its start."""
 LONGEST = timedelta(days=3650)
-"""No job runs for ten years, and times must not end before the calendar does."""
+"""Upper limit of a time: no job runs for ten years, and the calendar ends after year 9999."""
 UNNAMED = {"name": "job", "command": ["train"]}
 WITHOUT_JOB = {**UNNAMED, "nodes": 2, "nproc_per_node": 8}
 
@@ -44,7 +45,7 @@ def _members(union: Any) -> dict[str, type]:
 
 
 OBSERVATIONS = _members(Observation)
-# A changed policy is no event of the world: the one that is tried is on the command line.
+# Policy changes are left out: the policy to try is given on the command line.
 EVENTS = {kind: one for kind, one in _members(events.Event).items() if one not in (events.PolicyChanged, events.IncidentsArchived)}
 _ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
 
@@ -55,17 +56,20 @@ class EventFile:
     start: datetime
     steps: tuple[Step, ...]
     absolute: bool
-    """Some line has a time of day: times are shown as such, not as durations from the start."""
+    """True if some line has a time of day: then times are shown as such, not as durations from the
+    start."""
 
     def job(self, policy: Policy) -> JobState:
         return JobState("default", self.spec.name, 1, self.spec, policy, "", self.start)
 
 
 def read_events(path: Path, policy: Policy) -> EventFile:
-    """Read a file of events. The policy says how long a node was silent where a line does not.
+    """Read a file of events.
+
+    `policy` gives the time that a node was silent where a line does not.
 
     Raises:
-        Mistake: a line cannot be used.
+        ConfigError: A line cannot be used.
     """
     lines = list(_lines(path))
     if not lines:
@@ -159,7 +163,7 @@ def _event(where: str, line: Line, at: datetime, spec: JobSpec, policy: Policy) 
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
         raise ConfigError(f"{where}: kind: missing, {hint}" if kind is None else f"{where}: kind: {kind!r} is unknown, {hint}")
     if kind in ("ProgressSeen", "StepReached"):
-        kind = "ProgressSeen"  # that the step was waited for follows from it
+        kind = "ProgressSeen"  # whether the job waited for that step follows from it
     if kind == "FaultObserved" and isinstance(written.get("observations"), list):
         written["observations"] = [_observation(where, each, at, spec) for each in written["observations"]]
     if kind == "NodesAcquired" and isinstance(names := written.pop("nodes", None), list):
@@ -211,7 +215,7 @@ def _made(where: str, written: Line, at: datetime, policy: Policy) -> events.Eve
         "may_start_within": timedelta(0),
         "unheard_for": policy.timeouts.lost_after,
         "outcome": "done",
-        "strategy": "REBOOT_NODE",  # of a repair that goes on: what is repaired is known then
+        "strategy": "REBOOT_NODE",  # of RepairEnded: replay fills in the actual one
     }
     if kind is events.RepairEnded:
         defaults = {**defaults, "nodes": []}
@@ -255,7 +259,7 @@ def _refuse_unknown(where: str, written: Line, known: list[str]) -> None:
 
 def _explain(error: ValidationError, kind: str = "") -> str:
     first = error.errors()[0]
-    # The member of a union that was tried is in the location: not a word that anybody wrote.
+    # pydantic adds the union member it tried to the location; that name is not in the file.
     parts = [str(part) for part in first["loc"] if part not in (kind, *OBSERVATIONS)]
     path = ".".join(parts[2:] if parts[:1] == ["observations"] and len(parts) > 2 else parts)
     what = first["msg"].removeprefix("Value error, ")

@@ -1,6 +1,7 @@
-"""Explains one piece of evidence: an Xid, an exit, a DCGM report, a log, a kernel log. Only reads; a job is not needed.
+"""Explains one piece of evidence: an Xid, an exit, a DCGM report, a log, a kernel log.
 
-What a job makes of several pieces together is `diagnose`'s, and is on the job's page.
+It only reads, and needs no job. Combining several pieces of evidence is the task of `diagnose`; its
+result is shown on the job's page.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_CAUSE = "nothing in it names a cause"
 
 @dataclass(frozen=True)
 class Found:
-    """A finding, and the line it was read from where that is known."""
+    """A finding, and the number of the line it was read from, if known."""
 
     finding: Finding
     line: int | None = None
@@ -37,18 +38,20 @@ class Explanation:
     cause: Cause | None
     reason: str
     more: dict[str, Any]
-    """Keys of the JSON that only this kind of evidence has."""
+    """JSON keys that only this kind of evidence has."""
     head: tuple[str, ...] = ()
-    """Lines for people before the findings."""
+    """Text lines printed before the findings."""
     foot: tuple[str, ...] = ()
     verdict: str | None = None
 
 
 def read_lines(path: str) -> list[str]:
-    """Read a file, or standard input for `-`. Bytes that are no text are shown as such: logs are cut anywhere.
+    """Read a file, or standard input for `-`, as lines.
+
+    Bytes that are not UTF-8 are replaced: logs may be cut anywhere.
 
     Raises:
-        Mistake: it cannot be read.
+        ConfigError: The file cannot be read.
     """
     return read_text(path).splitlines()
 
@@ -66,7 +69,7 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
     """Explain evidence of one kind.
 
     Raises:
-        Mistake: there is no such kind, or what is given cannot be read.
+        ConfigError: There is no such kind, or the evidence cannot be read.
     """
     if exit_code is not None and kind != "dcgm":
         raise ConfigError(f"--exit-code: {exit_code} is of no use to explain {kind}: it is how dcgmi ended")
@@ -154,7 +157,8 @@ def _of_lines(path: str, policy: Policy | None, read: Callable[[Iterable[str], C
     lines = read_lines(path)
     numbers = [number for number, line in enumerate(lines, start=1) if read((line,), tables)]
     findings = read([lines[number - 1] for number in numbers], tables)
-    # Each line that says something by itself gives one finding; where a reader ever joins lines, better no numbers than wrong ones.
+    # Each line that is evidence by itself gives one finding. If a reader joins lines, the counts
+    # differ, and line numbers are left out rather than shown wrong.
     known = numbers if len(numbers) == len(findings) else [None] * len(findings)
     found = tuple(Found(finding, number) for finding, number in zip(findings, known, strict=True))
     root = _root(found)
@@ -166,7 +170,10 @@ def _of_lines(path: str, policy: Policy | None, read: Callable[[Iterable[str], C
 
 
 def _root(found: tuple[Found, ...]) -> Found | None:
-    """As a job reads it: the gravest hardware root, else the first root, else the first symptom that points somewhere."""
+    """Return the decisive finding, chosen as a job chooses it.
+
+    That is the gravest hardware root, else the first root, else the first symptom with a cause.
+    """
     roots = [one for one in found if one.finding.role is Role.ROOT]
     hardware = [one for one in roots if one.finding.cause in HARDWARE_CAUSES]
     if hardware:
@@ -176,7 +183,7 @@ def _root(found: tuple[Found, ...]) -> Found | None:
 
 
 def lines_of(explanation: Explanation, policy: Policy | None, source: str | None) -> list[str]:
-    """An explanation for people. `source` is the policy as it was named."""
+    """Return an explanation as text lines. `source` is the policy's name as it was typed."""
     lines = list(explanation.head)
     if explanation.verdict is not None or not _of_one(explanation):
         root = _root(explanation.found)
@@ -197,7 +204,7 @@ def lines_of(explanation: Explanation, policy: Policy | None, source: str | None
 
 
 def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
-    """The same for scripts."""
+    """Return an explanation as JSON-compatible values."""
     view: dict[str, Any] = {"verdict": explanation.verdict} if explanation.verdict is not None else {}
     view["cause"] = str(explanation.cause) if explanation.cause else None
     view["findings"] = [
@@ -221,7 +228,7 @@ def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
 
 
 def _of_one(explanation: Explanation) -> bool:
-    """An Xid or an exit: the head says it all."""
+    """Return whether the evidence is an Xid or an exit, which the head explains completely."""
     return len(explanation.found) == 1 and explanation.found[0].line is None
 
 

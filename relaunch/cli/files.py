@@ -1,4 +1,8 @@
-"""Reads job, fleet and policy files. What is wrong with one is a sentence with file, line, value and what is expected."""
+"""Reads job, fleet and policy files.
+
+An invalid file raises `ConfigError` with a sentence that names file, line, value and what is
+expected.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ Where = tuple[str | int, ...]
 
 
 class Document:
-    """A YAML file's content, and the line on which each part of it stands."""
+    """The content of a YAML file, and the line number of each part of it."""
 
     def __init__(self, path: Path) -> None:
         import yaml
@@ -79,10 +83,10 @@ class Document:
 
 
 def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]:
-    """Read a job file; what flags say wins over it.
+    """Read a job file; values from flags (`overrides`) take precedence.
 
     Raises:
-        Mistake: the file or a flag cannot be used.
+        ConfigError: The file or a flag cannot be used.
     """
     document = Document(path)
     spec = _validate(JobSpec, {**document.content, **overrides}, document, tuple(overrides))
@@ -104,7 +108,10 @@ def read_fleet(path: Path) -> FleetSpec:
 
 
 def read_policy(source: str | dict[str, Any], folder: Path = Path(), document: Document | None = None) -> Policy:
-    """Resolve a policy as a job names it: a preset, a file relative to `folder`, or a mapping that stands in `document`."""
+    """Resolve a policy as a job names it.
+
+    `source` is a preset, a file relative to `folder`, or a mapping that is part of `document`.
+    """
     if isinstance(source, dict):
         return _resolve(source, document, ("policy",))
     if source in preset_names():
@@ -141,19 +148,21 @@ def _validate(model: type[Model], values: Mapping[str, Any], document: Document 
 
 
 def _sentence(model: type[BaseModel], error: ValidationError, document: Document | None, below: Where, flags: tuple[str, ...]) -> str:
-    # A misspelt key is unknown and another one missing: the misspelt one is what has to be changed.
+    # A misspelt key causes two errors, unknown and missing: report the unknown key, which is the
+    # one to fix.
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     location = tuple(first["loc"])
     kind, what = first["type"], first["msg"].removeprefix("Value error, ")
     if location and location[0] in flags:
         place = "--name" if location[0] == "name" else "the command" if location[0] == "command" else f"--{str(location[0]).split('_')[0]}"
     elif document is not None:
-        # What cannot hold together is an error of the whole, and names the key it is about.
+        # An error about several keys has no location; its message begins with the key it is about.
         about = location or tuple(what.partition(":")[0].partition(" ")[0].split("."))
         place = f"{document.path}:{document.line((*below, *about))}"
     else:
         place = "the job"
-    # Where a value may be of two types, pydantic adds the type's name to the location: not a word that anybody wrote.
+    # Where a value may have one of two types, pydantic adds the type's name to the location; drop
+    # the parts that are not in the file.
     written = [part for end, part in enumerate(location, 1) if document is None or (*below, *location[:end]) in document.lines]
     path = ".".join(str(part) for part in (*below, *(location if kind in ("missing", "extra_forbidden") else written)))
     if kind == "missing":
@@ -172,7 +181,7 @@ def _sentence(model: type[BaseModel], error: ValidationError, document: Document
 
 
 def _keys_beside(model: type[BaseModel], location: Where) -> list[str]:
-    """The keys that the mapping around a misspelt one may have."""
+    """Return the keys allowed in the mapping that contains a misspelt key."""
     here: Any = model
     for part in location[:-1]:
         field = here.model_fields.get(part) if isinstance(part, str) else None

@@ -1,6 +1,7 @@
-"""Reads what a fleet knows, and sends it what people say. Every refusal is a `ConfigError`: one sentence, nothing sent.
+"""Reads the state of fleets and sends them requests from people.
 
-Whoever asks first begins the fleet, unless the worker has no fleet file of that name.
+Every refusal raises `ConfigError` with a one-sentence message and sends nothing. The first request
+starts the fleet's workflow, unless the worker has no fleet file of that name.
 """
 
 from __future__ import annotations
@@ -32,37 +33,42 @@ from relaunch.pool.state import FleetState, NodeProbe, NodeRecord, NodeStatus
 
 WORKFLOW = "Fleet"
 TASK_TIMEOUT = timedelta(seconds=10)
-"""As whoever else begins a fleet has it: a worker that has just started reads thousands of looks before it can answer."""
+"""The same as everywhere a fleet is started: a worker that has just started reads thousands of
+probe results before it can answer."""
 READ_WITHIN = timedelta(seconds=10)
-"""For a worker to take that up and to read a file: milliseconds, but one that was started with `up` a moment ago needs some seconds."""
+"""Timeout for a worker to start the activity and read a file: milliseconds, but a worker that `up`
+has just started needs some seconds."""
 LOOKED_WITHIN = 15.0
-"""Seconds from a fleet's beginning: a worker gives a node that does not answer up on the way, and one that is slow has ten."""
+"""Seconds from a fleet's start until all its nodes are probed: a worker gives up earlier on a node
+that does not answer, and a slow one has ten."""
 SHOWN_WITHIN = 10.0
-"""Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes settles in a fifth of one."""
+"""Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes
+settles in 0.2."""
 LOOKED_AT_ONCE = 16
 LOOK_WITHIN = timedelta(seconds=40)
-"""For a worker to ask a node that may not answer."""
+"""Timeout for a worker to probe a node that may not answer."""
 LONGEST_BY = 80
-"""Letters that a fleet keeps of a name."""
+"""Length in characters to which a fleet truncates a person's name."""
 POLL = 0.2
-"""Seconds: what a large fleet knows is a megabyte."""
+"""Seconds between queries: the state of a large fleet is a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of what a person said."""
+    """The result of a request to a fleet."""
 
     fleet: FleetState
     shown: bool
     news: tuple[str, ...] = ()
-    """What the fleet has noted meanwhile: where it has not understood, this says why."""
+    """Notices that the fleet has added since: if it did not accept the request, they say why."""
 
 
 async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
-    """Return what a fleet knows. One that nobody has needed yet is begun, and read once it has looked at its nodes.
+    """Return the state of a fleet; start the fleet and wait for its first probes if it does not
+    run.
 
     Raises:
-        Mistake: no worker answers, or it has no such fleet.
+        ConfigError: No worker answers, or it has no such fleet.
     """
     check_name("fleet", fleet)
     if not await _runs(client, fleet):
@@ -78,7 +84,7 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
         )
     state, _ = await _until(client, fleet, _has_looked, LOOKED_WITHIN)
     if not state.nodes:
-        await read_file(client, task_queue, fleet)  # says what there is instead
+        await read_file(client, task_queue, fleet)  # raises if there is no such file
         raise ConfigError(f"fleet {fleet} knows no node yet: {names(list(state.notices[-1:])) or 'it has just begun'}; say it again")
     return state
 
@@ -127,7 +133,7 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> Applied:
     """Return the fleet file as a worker has it.
 
     Raises:
-        Mistake: no worker answers, or it has no such file.
+        ConfigError: No worker answers, or it has no such file.
     """
     try:
         file: FleetFile = await client.execute_activity(
@@ -150,10 +156,10 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> Applied:
 
 
 def node_of(fleet: FleetState, name: str) -> NodeRecord:
-    """Return what is known of a node.
+    """Return the record of a node.
 
     Raises:
-        Mistake: the fleet has none of that name.
+        ConfigError: The fleet has no node of that name.
     """
     check_name("node", name)
     for record in fleet.nodes:
@@ -165,7 +171,7 @@ def node_of(fleet: FleetState, name: str) -> NodeRecord:
 
 
 async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
-    """Return the nodes that a fleet gives to no job, by name. None where it does not run: then it keeps none."""
+    """Return the nodes that a fleet withholds from jobs, by name; empty if it does not run."""
     if not await _runs(client, fleet):
         return {}
     state = await _query(client, fleet)
@@ -173,7 +179,10 @@ async def kept_from_jobs(client: Client, fleet: str) -> dict[str, NodeRecord]:
 
 
 async def quarantine(client: Client, task_queue: str, fleet: str, node: str, reason: str, drain: bool, within: str | None) -> Answer:
-    """Keep a node from jobs until somebody releases it. With `drain`, whoever has it has to leave it, `within` a duration."""
+    """Keep a node from jobs until a person releases it.
+
+    With `drain`, jobs that have the node must leave it, at the latest after the duration `within`.
+    """
     who = whoami()
     before = await read(client, task_queue, fleet)
     old = node_of(before, node)
@@ -192,7 +201,7 @@ async def quarantine(client: Client, task_queue: str, fleet: str, node: str, rea
 
 
 async def release(client: Client, task_queue: str, fleet: str, node: str, reason: str) -> Answer:
-    """Vouch for a node: jobs may have it again."""
+    """Vouch for a node, so that jobs may be given it again."""
 
     before = await read(client, task_queue, fleet)
     old = node_of(before, node)
@@ -205,11 +214,15 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
 
 
 async def declare_dead(client: Client, task_queue: str, node: str, reason: str, force: bool) -> tuple[str, ...]:
-    """Tell every running job that may have ranks on a node that nothing runs there any more, and every fleet
-    that keeps the node for a job which has ended; return who was told, for people.
+    """Report a node as dead to all running jobs that may have ranks there and to fleets that keep
+    it.
+
+    A fleet keeps a node for a job that has ended but may still have ranks there. Return the jobs
+    and fleets that received the report, for display.
 
     Raises:
-        Mistake: neither a running job nor a fleet has to do with the node, or it answers and `force` is not given.
+        ConfigError: No running job and no fleet is concerned, no worker answers for a running job,
+            or the node answers and `force` is not given.
     """
     check_name("node", node)
     gate = asyncio.Semaphore(LOOKED_AT_ONCE)
@@ -231,7 +244,8 @@ async def declare_dead(client: Client, task_queue: str, node: str, reason: str, 
         for fleet in sorted({*(fleets[name] for name in told), *keeping}):
             await _check_silent(client, task_queue, fleet, node)
     for name in told:
-        # The node was asked just now, or the person knows better: the job need not have missed it for long.
+        # force: the node was probed above, or the user insists, so the job need not itself have
+        # missed the node for long.
         await signal_open(client, name, "report", ReportMessage(node=node, reason=reason, by=whoami(), force=True))
     for fleet in keeping:
         message = {"node": node, "reason": reason, "by": whoami()}
@@ -246,7 +260,7 @@ async def declare_dead(client: Client, task_queue: str, node: str, reason: str, 
 
 
 async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
-    """Return the running fleets that keep a node for ranks which a job or a submission that has ended may have there."""
+    """Return the running fleets that keep a node for possible ranks of an ended submission."""
     found = []
     async for execution in client.list_workflows(f"WorkflowType = '{WORKFLOW}' AND ExecutionStatus = 'Running'"):
         fleet = execution.id.removeprefix(FLEET_ID_PREFIX)
@@ -258,10 +272,10 @@ async def _fleets_that_keep(client: Client, node: str) -> tuple[str, ...]:
 
 
 async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) -> None:
-    """Ask a node whether it answers.
+    """Check that a node does not answer.
 
     Raises:
-        Mistake: it does, or no worker could ask it.
+        ConfigError: It answers, or no worker could probe it.
     """
     try:
         [seen] = await client.execute_activity(
@@ -302,7 +316,10 @@ async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> An
 
 
 async def apply(client: Client, task_queue: str, fleet: str, reason: str) -> tuple[FleetState, Applied, Answer]:
-    """Have the fleet read its worker's file again; return what it knew before, the file, and what it knows now."""
+    """Have the fleet read its worker's file again.
+
+    Return the state before, the file, and the answer with the state after.
+    """
     before = await read(client, task_queue, fleet)
     file = await read_file(client, task_queue, fleet)
 

@@ -1,4 +1,5 @@
-"""Watches a job until it ends: a live view on a terminal, plain lines elsewhere, and the job's own output for `run`."""
+"""Watches a job until it ends: a live view on a terminal, plain lines elsewhere, and the job's own
+output for `run`."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LOOK_EVERY = 0.4
-"""Seconds. A look that finds nothing new is one read of the server, without the worker."""
+"""Seconds between looks. A look that finds nothing new is one read from the server, without the
+worker."""
 LAST_LOGS_WITHIN = 15.0
-"""Seconds that the logs of an ended job may still take."""
+"""Seconds to wait for the last logs of an ended job."""
 
 Say = Callable[[str], None]
 
 
 async def watch(client: Client, name: str) -> AsyncIterator[jobs.Look]:
-    """Yield the job as it is, again whenever something about it has changed; last when it has ended."""
+    """Yield the state of the job whenever it has changed, last when it has ended."""
     run = await jobs.describe(client, name)
     handle = client.get_workflow_handle(run.id, run_id=run.run_id, result_type=JobResult)
     ended = asyncio.create_task(_ended(handle))
@@ -51,7 +53,7 @@ async def _ended(handle: Any) -> None:
 
 
 class Narrator:
-    """Says what has changed since the last look, a line each."""
+    """Prints what has changed since the last look, one line per change."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -70,7 +72,7 @@ class Narrator:
             self._phase = now.phase
             return
         if self._first:
-            # What a job had met before we came is history, not news.
+            # Incidents closed before the first look are history, not news.
             self._closed.update(incident.opened for incident in state.incidents)
             self._first = False
         for incident in state.incidents:
@@ -105,7 +107,7 @@ def _lasted(incident: Incident) -> float:
 
 
 def closing_line(now: jobs.Look) -> tuple[str, int]:
-    """Return what to say of a job that has ended, and its exit code."""
+    """Return the closing line for a job that has ended, and its exit code."""
     state = now.state
     if state is None or not state.phase.is_final:
         return f"job {now.name} ended as {now.status} without a result: it was ended from outside, ranks may still run", 1
@@ -119,7 +121,7 @@ def closing_line(now: jobs.Look) -> tuple[str, int]:
 
 
 async def follow_lines(client: Client, name: str, say: Say) -> int:
-    """Plain lines until the job ends; return its exit code."""
+    """Print plain lines until the job ends; return its exit code."""
     narrator = Narrator(say)
     now: jobs.Look | None = None
     async for now in watch(client, name):
@@ -131,7 +133,7 @@ async def follow_lines(client: Client, name: str, say: Say) -> int:
 
 
 async def follow_live(client: Client, name: str) -> int:
-    """A live view until the job ends; return its exit code."""
+    """Show a live view until the job ends; return the job's exit code."""
     from rich.console import Console
     from rich.live import Live
 
@@ -176,7 +178,11 @@ def line_to_row(line: str) -> tuple[str, str]:
 
 
 async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say) -> int:
-    """Print what all ranks of every generation print, and what relaunch does, until the job ends; return its exit code."""
+    """Print the output of all ranks of every generation, and what relaunch does, until the job
+    ends.
+
+    Return the job's exit code.
+    """
     narrator = Narrator(say)
     reader = LogReader(client, task_queue, say)
     reading = asyncio.create_task(reader.run())
@@ -197,7 +203,10 @@ async def follow_with_logs(client: Client, task_queue: str, name: str, say: Say)
 
 
 class LogReader:
-    """Prints generation after generation; one that nobody has seen running, too: it may have failed between two looks."""
+    """Prints the logs of one generation after another.
+
+    Generations that were never seen running are included: one may fail between two looks.
+    """
 
     def __init__(self, client: Client, task_queue: str, say: Say) -> None:
         self._client, self._task_queue, self._say = client, task_queue, say

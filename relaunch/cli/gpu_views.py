@@ -1,4 +1,7 @@
-"""The GPUs of a node as they were read last: in a cell, in a remark, in lines and as JSON. Pure: values in, text out."""
+"""Formats the GPU inventory of a node as a table cell, remarks, lines and JSON.
+
+Pure: values in, text out.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from relaunch.pool.state import NodeRecord, NodeStatus
 
 
 def model(inventory: Inventory | None) -> str:
-    """Such as: H100 80GB HBM3."""
+    """Return the GPU model, such as `H100 80GB HBM3`."""
     return ", ".join(name.removeprefix("NVIDIA ") for name in inventory.model.split(", ")) if inventory else ""
 
 
 def cell(record: NodeRecord, used: int) -> str:
-    """Such as: 2/8 x H100 80GB HBM3."""
+    """Return the table cell, such as `2/8 x H100 80GB HBM3`."""
     if not record.spec.gpus:
         return "-"
     kind = model(record.inventory)
@@ -25,18 +28,18 @@ def cell(record: NodeRecord, used: int) -> str:
 
 
 def remarks(record: NodeRecord) -> list[str]:
-    """What of its GPUs relaunch does not give to jobs, and why."""
+    """Return why some GPUs of the node are not given to jobs, one remark per reason."""
     if record.inventory is None or not record.spec.gpus:
         return []
     if record.inventory.unreadable:
         return [f"GPUs unreadable: {record.inventory.unreadable}"]
-    # A suspect has it as its reason.
+    # A suspect node has this as its reason already.
     lacks = record.short if record.standing is NodeStatus.IN_SERVICE else ""
     return [part for part in (lacks, used_by(record.foreign_processes)) if part]
 
 
 def as_json(record: NodeRecord, iso: str | None) -> dict[str, Any] | None:
-    """The key `inventory`; `iso` is when it was read."""
+    """Return the value of the JSON key `inventory`; `iso` is the time of the reading."""
     found = record.inventory
     if found is None:
         return None
@@ -55,7 +58,7 @@ def as_json(record: NodeRecord, iso: str | None) -> dict[str, Any] | None:
 
 
 def lines(record: NodeRecord, jobs: Mapping[int, Sequence[str]], now: datetime) -> list[str]:
-    """For `nodes show`; `jobs` says who has each GPU by its claim."""
+    """Return the lines for `nodes show`; `jobs` has the jobs that have claimed each GPU."""
     found = record.inventory
     if found is None or not record.spec.gpus:
         return []

@@ -1,6 +1,7 @@
-"""What a job's state looks like to people and scripts. Pure: values in, plain mappings and lines out.
+"""Formats a job's state for people and scripts.
 
-The keys of `show` and `history_entry` are a promise: scripts rely on them; add, never rename.
+Pure: values in, plain mappings and lines out. The keys of `show` and `history_entry` are a stable
+interface for scripts: keys may be added, never renamed.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from relaunch.job.state import Incident, JobState
 
 @dataclass(frozen=True)
 class Watch:
-    """The newest word of whoever watches the ranks: the heartbeat details of the pending `watch_ranks`."""
+    """The latest report on the ranks: the heartbeat details of the pending `watch_ranks`."""
 
     generation: int | None = None
     step: int | None = None
     at: str | None = None
     rate: float | None = None
-    """Steps a second."""
+    """Steps per second."""
     values: Mapping[str, float] = field(default_factory=dict)
     reachable: int | None = None
     unreachable: tuple[str, ...] = ()
     checkpoint: int | None = None
-    """The step of the newest finished one."""
+    """The step of the newest finished checkpoint."""
     stalled: tuple[str, ...] = ()
-    """Nodes where the exit of a rank may not be told."""
+    """Nodes where the exit of a rank may not be reported."""
 
 
 def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
-    """Read heartbeat details leniently: one mapping per shard, by a worker that may be older or newer than we are."""
+    """Merge heartbeat details, one mapping per shard; return None if there are none.
+
+    Malformed values are ignored: the worker may be older or newer than this process.
+    """
     if not details:
         return None
     reported = [d for d in details if isinstance(d.get("step"), int)]
@@ -56,7 +60,10 @@ def merge_watches(details: list[Mapping[str, Any]]) -> Watch | None:
 
 
 def budgets(state: JobState, now: datetime) -> dict[str, Any]:
-    """Return what was spent and what is allowed; `causes` has the ladders of causes that have been met since the last renewal."""
+    """Return what was spent of each budget, and what is allowed.
+
+    `causes` has the ladders of the causes seen since the last renewal.
+    """
     policy = state.policy
     used = used_budgets(state, now)
     met = {t.cause for t in state.tries} | ({state.incident.cause} if state.incident else set())
@@ -161,7 +168,7 @@ def history_entry(incident: Incident) -> dict[str, Any]:
 
 
 def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
-    """Return `show` for people, with times as seen from `now`."""
+    """Return the lines for a `show` view, with times relative to `now`."""
     progress, next_ = view["progress"], view["next"]
     lines = [
         f"job         {view['name']}",
@@ -187,7 +194,10 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
 
 
 def history_lines(entry: Mapping[str, Any], now: datetime) -> list[str]:
-    """Return one incident for people: when it opened, as seen from `now`, and all else by the time since then."""
+    """Return the lines for one incident.
+
+    Its opening time is shown relative to `now`, all other times relative to its opening.
+    """
     opened = entry["opened"]
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
     lines = [f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: {entry['reason']}"]
@@ -229,7 +239,7 @@ def budget_text(view: Mapping[str, Any]) -> str:
 
 
 def names(items: list[str]) -> str:
-    """At most eight names, the rest counted."""
+    """Return up to eight names, and the number of the others."""
     return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
 
 
@@ -242,14 +252,14 @@ def age(span: timedelta) -> str:
 
 
 def moment_text(written: str, now: datetime) -> str:
-    """Write a time for people: `2026-11-22 23:29:59 UTC (3m ago)`."""
+    """Format a time for people: `2026-11-22 23:29:59 UTC (3m ago)`."""
     moment = datetime.fromisoformat(written)
     distance = f"{age(now - moment)} ago" if moment <= now else f"in {age(moment - now)}"
     return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC ({distance})"
 
 
 def _offset(since: str, written: str) -> str:
-    """Write how long after another a moment was: `+0.2s`, `+21.6s`, `+4m`."""
+    """Format the time from one moment to another: `+0.2s`, `+21.6s`, `+4m`."""
     span = datetime.fromisoformat(written) - datetime.fromisoformat(since)
     return f"+{span.total_seconds():.1f}s" if span < timedelta(minutes=2) else f"+{age(span)}"
 

@@ -1,4 +1,7 @@
-"""Looks at jobs, and sends them what people say. Every refusal is a `ConfigError`: one sentence, nothing changed."""
+"""Reads the state of jobs, and sends them requests from people.
+
+Every refusal raises `ConfigError` with a one-sentence message and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,24 @@ from relaunch.messages.jobs import WORKFLOW_ID_PREFIX, CancelMessage, JobResult,
 from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
 
 QUERY_WITHIN = timedelta(seconds=5)
-"""A live worker answers in milliseconds, one that replays a long history in a second or two; without one nobody ever does."""
+"""Query timeout. A live worker answers in milliseconds, one that replays a long history in a second
+or two; without a worker there is never an answer."""
 ACTIVITY_WITHIN = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
 class Look:
-    """A job as it is now, and who says so."""
+    """The state of a job at one moment, and its source."""
 
     name: str
     run_id: str
     open: bool
     status: str
-    """Temporal's word."""
+    """The workflow status in Temporal."""
     history_length: int
     state: JobState | None
     source: str
-    """`worker`, `result`, or `memo` when nobody could be asked."""
+    """`worker`, `result`, or `memo` if no worker answered."""
     memo: Mapping[str, Any]
     watch: Watch | None = None
 
@@ -68,7 +72,11 @@ async def describe(client: Client, name: str) -> WorkflowExecutionDescription:
 
 
 async def look(client: Client, name: str, known: Look | None = None) -> Look:
-    """Look at a job. With `known`, whoever watches it is asked anew, the workflow only if something has happened in it since."""
+    """Return the current state of a job.
+
+    With `known`, an earlier look, the heartbeats are read again, but the workflow is queried only
+    if its history has grown since.
+    """
     described = await describe(client, name)
     is_open = described.status == WorkflowExecutionStatus.RUNNING
     length = described.raw_description.workflow_execution_info.history_length
@@ -124,7 +132,7 @@ async def _heartbeats(client: Client, described: WorkflowExecutionDescription) -
 
 
 async def incidents(client: Client, task_queue: str, now: Look) -> tuple[list[Incident], str | None]:
-    """Return all incidents of a job, oldest first, and a sentence when some could not be read."""
+    """Return all incidents of a job, oldest first, and a message if some could not be read."""
     if now.state is None:
         raise ConfigError(
             f"job {now.name}: no worker answers and its last run left no result, so its incidents cannot be read: start a worker"
@@ -161,7 +169,7 @@ class Row:
 
 
 async def list_jobs(client: Client) -> list[Row]:
-    """The newest run of every job, newest first."""
+    """Return the newest run of every job, newest first."""
     newest: dict[str, Row] = {}
     async for run in client.list_workflows(f'WorkflowType = "{WORKFLOW}"'):
         name = run.id.removeprefix(WORKFLOW_ID_PREFIX)
@@ -169,7 +177,7 @@ async def list_jobs(client: Client) -> list[Row]:
         if run.status == WorkflowExecutionStatus.CONTINUED_AS_NEW or (before and before.submitted >= run.start_time):
             continue
         status = run.status.name if run.status else "UNKNOWN"
-        ended_badly = status in ("TERMINATED", "TIMED_OUT", "FAILED")  # the workflow itself could not say so any more
+        ended_badly = status in ("TERMINATED", "TIMED_OUT", "FAILED")  # not recorded by the workflow
         phase = status if ended_badly else run.typed_search_attributes.get(PHASE) or status
         newest[name] = Row(name, phase, run.typed_search_attributes.get(GENERATION), run.start_time, run.close_time, status)
     return sorted(newest.values(), key=lambda row: row.submitted, reverse=True)

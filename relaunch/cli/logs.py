@@ -1,4 +1,4 @@
-"""Reads what ranks print, through a worker, and prints it with the rank in front of each line."""
+"""Reads the output of ranks through a worker, and prints each line prefixed with its rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from relaunch.job.state import JobState
 from relaunch.messages.logs import ReadLogsInput, ReadLogsOutput
 
 WAIT = 5.0
-"""Seconds that one call waits for news. Longer calls hold a place in the worker that nobody needs any more after ctrl-C."""
+"""Seconds that one call waits for new output. After ctrl-C, a longer call would occupy a slot of
+the worker for nothing."""
 BETWEEN_CALLS = 0.1
-"""Seconds: a rank that prints all the time costs ten calls a second, and nobody reads faster."""
+"""Seconds: a rank that prints all the time costs ten calls a second, and people do not read faster.
+"""
 ANSWER_WITHIN = 10.0
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 @dataclass
 class Printer:
-    """Prints whole lines; what has no end yet is kept until it has one."""
+    """Prints whole lines; an incomplete line is kept until its end arrives."""
 
     world_size: int
     colour: bool = field(default_factory=sys.stdout.isatty)
@@ -45,7 +47,7 @@ class Printer:
     def _print(self, rank: int, lines: list[str]) -> None:
         if not lines:
             return
-        # A launcher is counted behind the ranks, by the number of its node.
+        # Launchers are numbered after the ranks, in the order of their nodes.
         name = f"[rank {rank}]" if rank < self.world_size else f"[launcher {rank - self.world_size}]"
         prefix = name.ljust(len(f"[rank {self.world_size - 1}]"))
         if self.colour:
@@ -56,7 +58,7 @@ class Printer:
 
 @dataclass(frozen=True)
 class Generation:
-    """Where the logs of one generation are."""
+    """Identifies the logs of one generation."""
 
     fleet: str
     nodes: tuple[str, ...]
@@ -80,7 +82,7 @@ def generation_of(state: JobState, number: int | None = None) -> Generation:
 async def read(
     client: Client, task_queue: str, where: Generation, offsets: dict[int, int] | None, wait: float, tail: int | None
 ) -> ReadLogsOutput | None:
-    """Read once; None when no worker answers."""
+    """Read once; return None if no worker answers."""
     within = timedelta(seconds=wait + ANSWER_WITHIN)
     try:
         answer: ReadLogsOutput = await client.execute_activity(
@@ -101,7 +103,7 @@ async def read(
             result_type=ReadLogsOutput,
             start_to_close_timeout=within,
             schedule_to_close_timeout=within,
-            retry_policy=RetryPolicy(maximum_attempts=1),  # whoever reads asks again, from where it knows it is
+            retry_policy=RetryPolicy(maximum_attempts=1),  # the caller retries from its offsets
             summary=f"logs of {where.job}, generation {where.number}",
         )
     except ActivityFailureError:
@@ -119,7 +121,10 @@ async def print_logs(
     only: int | None = None,
     tail: int | None = None,
 ) -> None:
-    """Print a generation's logs as they come, until they end, or until nothing new is there and they are `over`."""
+    """Print a generation's logs as they arrive.
+
+    Return when the logs have ended, or when nothing new is there and `over` returns true.
+    """
     offsets: dict[int, int] = {}
     complained: str | None = None
     while True:
@@ -136,11 +141,11 @@ async def print_logs(
                     printer.feed(piece.rank, piece.data)
             if answer.ended and not answer.chunks:
                 break
-        # At the end, where something was printed, nobody needs to know that a node has gone since.
+        # At the end, if something was printed, it does not matter that a node has gone since.
         if complaint != complained and complaint is not None and not (last and offsets):
             say(complaint)
         complained = complaint
-        # Once over, an empty answer is the last one, and so is none at all.
+        # Once `over` is true, an empty answer is the last one, and so is no answer.
         if last and (answer is None or not answer.chunks):
             break
         await asyncio.sleep(0 if answer is not None and last else BETWEEN_CALLS)
@@ -160,7 +165,7 @@ async def print_job_logs(
     """Print the logs of one generation of a job.
 
     Raises:
-        Mistake: there are none to read, or nobody who could read them.
+        ConfigError: There are no logs to read, or no worker that could read them.
     """
     now = await jobs.look(client, job)
     state = now.state

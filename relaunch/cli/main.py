@@ -1,4 +1,4 @@
-"""The command `relaunch`: hands itself to the process that `up` keeps ready, or starts by itself."""
+"""The command `relaunch`: forwards to the process that `up` keeps ready, or runs here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relaunch.interpreter import leave
 
 
 def main() -> NoReturn:
-    """Run the command line of this process and end it."""
+    """Run this process's command line and end the process."""
     forward()
     run()
 
@@ -19,7 +19,7 @@ def main() -> NoReturn:
 def run() -> NoReturn:
     """Run the command line without the process of `up`, and end this process."""
     os.environ.pop(NO_WARM, None)
-    # Nothing that is imported is ever garbage, and looking for it costs a tenth of the start.
+    # Imported modules are never garbage; collecting during the imports costs a tenth of the start.
     gc.disable()
     from relaunch.cli.app import main as run_app
 

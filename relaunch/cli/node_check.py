@@ -1,6 +1,8 @@
-"""What `nodes check --file` makes of what nodes showed: a row for each thing that ranks or repairs need, and a fix where it is not fine.
+"""Evaluates for `nodes check --file` what was found on the nodes.
 
-Reaches nothing. What a training run itself needs (its container, its data, NCCL) is not known here.
+It returns a row for each thing that ranks or repairs need, with a fix if something is wrong. It
+connects to nothing, and does not know what a training run itself needs (its container, its data,
+NCCL).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from relaunch.spec.fleet import FleetNode, FleetSpec
 
 GIB = 1 << 30
 FREE_LEAST, FREE_ENOUGH = 1 * GIB, 10 * GIB
-"""Of the state folder's disk. Eight ranks fill one in a day of debugging; ten is what the agent keeps of ended ones at most."""
+"""Free bytes on the disk of the state folder: below the first is a failure, below the second a
+warning. Eight ranks fill 1 GiB in a day of debugging; the agent keeps at most 10 GiB of ended
+ones."""
 SHARED = (
     "nfs",
     "cifs",
@@ -37,10 +41,12 @@ SHARED = (
     "sshfs",
     "virtiofs",
 )
-"""How names of file systems begin that several machines see, after a `fuse.`: locks in there are not the node's alone."""
+"""Prefixes of the names of file systems that several machines share, after a `fuse.`: locks there
+are not local to the node."""
 FORGETFUL = ("tmpfs", "ramfs")
 SHOWN_WHOLE = 3
-"""Nodes of which every row is shown; of more, those that are fine take a line."""
+"""Number of nodes up to which every row is shown; with more nodes, the checks that are ok share a
+line."""
 SAID = 160
 
 
@@ -57,7 +63,7 @@ class Row:
     found: Found
     what: str
     fix: str = ""
-    """One sentence; empty where nothing is to be done."""
+    """One sentence; empty if there is nothing to do."""
 
 
 def rows(fleet: Fleet, seen: Seen) -> tuple[Row, ...]:
@@ -113,7 +119,7 @@ def _again(seen: Seen) -> str:
 
 
 def command(spec: FleetSpec, node: FleetNode) -> str:
-    """What a person types to go the same way."""
+    """Return the ssh command line that a person types to connect the same way."""
     words = ["ssh"]
     for flag, value in (
         ("-F", spec.ssh.config),
@@ -229,7 +235,7 @@ def _health(seen: Seen, without_gpus: bool) -> Iterator[Row]:
             health.reason,
             "repair or replace the node, or leave it out of the fleet file: docs/nodes.md says what each means",
         )
-    elif health.verdict is Verdict.HEALTHY or not without_gpus:  # else that row says it
+    elif health.verdict is Verdict.HEALTHY or not without_gpus:  # else the GPUs row says it
         found = Found.OK if health.verdict is Verdict.HEALTHY else Found.WARN
         yield Row(
             "health",
@@ -264,7 +270,10 @@ def _tools(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _powers(spec: FleetSpec, seen: Seen) -> Iterator[Row]:
-    """What a repair may do there. Only where the fleet file asks for it is its lack worth a warning."""
+    """Yield what a repair may do on the node.
+
+    A missing right is a warning only if the fleet file asks for sudo.
+    """
     user = str(seen.facts.get("user"))
     for check, key in (("reboot", "reboot"), ("GPU reset", "gpu_reset")):
         answer = seen.facts.get(key)
@@ -288,14 +297,17 @@ def _powers(spec: FleetSpec, seen: Seen) -> Iterator[Row]:
 
 
 def _rule(user: str, key: str, typed: str) -> str:
-    """A line for sudoers, which wants whole paths."""
+    """Return a line for sudoers, which requires absolute paths."""
     words = typed if typed.startswith("/") else f"/usr/bin/{typed}"
     program = words.split(" ", maxsplit=1)[0]
     return f"{user} ALL=(root) NOPASSWD: " + (words if key == "reboot" else f"{program} --gpu-reset, {program} --gpu-reset -i *")
 
 
 def _logout(seen: Seen) -> Row:
-    """Whether ranks outlive the connection by which they were started: seen, not read from a configuration."""
+    """Return whether ranks survive the end of the connection that started them.
+
+    This is tried out with a test process, not read from a configuration.
+    """
     if seen.again is None:
         return Row("logout", Found.WARN, f"not seen, there was no second login: {seen.reason}", "check again")
     if not seen.left:
@@ -343,7 +355,7 @@ def _network(fleet: Fleet, seen: Seen) -> Row:
 
 
 def view(fleet: Fleet) -> dict[str, Any]:
-    """`nodes check --file FILE --json`; the keys are a promise."""
+    """Return the value of `nodes check --file FILE --json`; its keys are a stable interface."""
     found = [(seen.node.name, rows(fleet, seen)) for seen in fleet.seen]
     return {
         "fleet": fleet.spec.name,

@@ -1,4 +1,7 @@
-"""A fleet as a whole, one node with all that is known of it, and what a fleet file would change. Pure: values in, lines out."""
+"""Formats a fleet as a whole, a single node in full, and what a fleet file would change.
+
+Pure: values in, lines out.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ Spec = TypeVar("Spec", FleetNode, FleetLimits)
 
 
 def fleet_notes(state: FleetState, now: datetime) -> list[str]:
-    """What is true of the fleet as a whole and that a person who looks at its nodes has to know. Empty: nothing is out of the ordinary."""
+    """Return notes on the fleet as a whole for a person who looks at its nodes.
+
+    Empty if nothing is out of the ordinary.
+    """
     breaker, resume = state.breaker, f"`relaunch nodes resume --fleet {state.name} --reason …`"
     notes = []
     if breaker.is_open:
@@ -63,7 +69,7 @@ def _waiting(state: FleetState) -> list[ClaimRecord]:
 
 
 def fleet_view(state: FleetState) -> dict[str, Any]:
-    """`nodes show --json` without a node: the fleet itself."""
+    """Return the value of `nodes show --json` without a node: the fleet itself."""
     breaker, limits, every = state.breaker, state.limits, rows(state)
     return {
         "name": state.name,
@@ -112,7 +118,7 @@ def fleet_lines(state: FleetState, now: datetime) -> list[str]:
 
 
 def node_lines(record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None) -> list[str]:
-    """`nodes show NODE` for people. `web` is where workflows are shown, up to their ids."""
+    """Return the lines of `nodes show NODE`. `web` is the URL of workflows, up to their IDs."""
     spec, look, drain = record.spec, record.look, record.drain
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
@@ -157,7 +163,7 @@ def _jobs_by_gpu(record: NodeRecord, here: Sequence[Tenant]) -> dict[int, list[s
 
 
 def workflow_address(ui: str, namespace: str) -> str:
-    """Where the web UI shows workflows, up to their ids."""
+    """Return the URL under which the web UI shows workflows, up to their IDs."""
     return f"{ui}/namespaces/{namespace}/workflows"
 
 
@@ -183,7 +189,7 @@ def _mark_line(mark: Mark) -> str:
 
 
 def changes(fleet: FleetState, file: Applied) -> list[str]:
-    """What a fleet file says that the fleet does not know yet: new, gone and changed nodes, and what else is different."""
+    """Return the changes in a fleet file: new, gone and changed nodes, repairs and limits."""
     known = {node.name: node.spec for node in fleet.nodes if not node.gone}
     told = {spec.name: spec for spec in file.nodes}
     lines = [f"new: {name}" for name in told if name not in known]
@@ -206,7 +212,7 @@ def _value(value: Any) -> str:
 
 
 def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
-    """What `nodes show NODE --json` has beside the keys of `nodes list`."""
+    """Return the keys that `nodes show NODE --json` adds to those of `nodes list`."""
     living = record.look.living if record.look else ()
     return {
         "tenants": [
@@ -243,7 +249,7 @@ def released_sentence(fleet: FleetState, node: str) -> str:
 
 
 def leaving(fleet: FleetState) -> list[str]:
-    """Nodes that are gone from the file and that somebody still has."""
+    """Return the nodes that are gone from the file but still used by a job or a repair."""
     known = tenants(fleet)
     return [
         f"{record.name} stays until it is free: {names(jobs_on(known[record.name])) or 'a repair'} is on it"

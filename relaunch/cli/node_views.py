@@ -1,6 +1,7 @@
-"""What a fleet's state looks like to people and scripts. Pure: values in, plain mappings and lines out.
+"""Formats a fleet's state for people and scripts.
 
-The keys of `row` are a promise: scripts rely on them; add, never rename.
+Pure: values in, plain mappings and lines out. The keys of `row` are a stable interface for scripts:
+keys may be added, never renamed.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from relaunch.pool.state import FleetState, Mark, NodeRecord, NodeStatus
 STATES = ("free", "busy", "suspect", "repairing", "quarantined", "draining", "silent", "held")
 TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON")
 RECENT = timedelta(hours=24)
-"""As far back as marks of several jobs together make a node suspect."""
+"""The period in which marks of several jobs together make a node suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who has a node, or a part of it."""
+    """A job that has a node or a part of it, or is offered it."""
 
     job: str
     submission: int
     place: Place | None
-    """None: its ranks live there, and it has not claimed the node."""
+    """None: its ranks run there without a claim on the node."""
     offered: datetime | None = None
-    """It does not have it: till then nobody else gets it, if the job wants to grow."""
+    """Set if the job is only offered the node in order to grow: the node is reserved for it until
+    then."""
 
 
 Tenants = Mapping[str, tuple[Tenant, ...]]
 
 
 def tenants(state: FleetState) -> Tenants:
-    """Who has each node: by its claim, else as the node's agent says."""
+    """Return the tenants of each node: by their claims, else as the node's agent reports."""
     found: dict[str, list[Tenant]] = {}
     for record in state.claims:
         for place in record.places:
@@ -63,13 +65,17 @@ def jobs_on(here: Sequence[Tenant]) -> list[str]:
 
 
 def gpus_used(record: NodeRecord, here: Sequence[Tenant]) -> int:
-    """A place without a share has all of them, and so has a job that has not said what it holds: nobody else is given any."""
+    """Return the number of GPUs of a node that are in use or reserved.
+
+    A place without a share counts as all GPUs, and so does a job without a claim: no other job is
+    given any of them.
+    """
     shares = [set(tenant.place.gpus) if tenant.place and tenant.place.gpus else set(range(record.spec.gpus)) for tenant in here]
     return len(set[int]().union(*shares))
 
 
 def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
-    """One of STATES: what keeps somebody from getting the node comes first."""
+    """Return one of STATES; what keeps the node from jobs takes precedence."""
     if record.drain is not None and jobs_on(here):
         return "draining"
     if record.standing is not NodeStatus.IN_SERVICE:
@@ -82,9 +88,9 @@ def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
 
 
 def health(record: NodeRecord) -> tuple[Verdict, str]:
-    """What the last examination found, and why; UNKNOWN where a fault has followed it.
+    """Return the result of the last examination and its reason; UNKNOWN if a fault has followed it.
 
-    A mark is no verdict, and neither is a quarantine: only an examination is one.
+    A mark is not a verdict, and neither is a quarantine: only an examination gives one.
     """
     if record.verdict is Verdict.UNHEALTHY:
         return Verdict.UNHEALTHY, record.verdict_reason
@@ -101,7 +107,7 @@ def health(record: NodeRecord) -> tuple[Verdict, str]:
 
 
 def health_text(record: NodeRecord, now: datetime) -> str:
-    """Such as: HEALTHY 3h ago."""
+    """Return the health and its age, such as `HEALTHY 3h ago`."""
     verdict, reason = health(record)
     if verdict is Verdict.UNKNOWN or record.verdict_at is None:
         return reason
@@ -109,7 +115,7 @@ def health_text(record: NodeRecord, now: datetime) -> str:
 
 
 def history_text(marks: Sequence[Mark], now: datetime) -> str:
-    """Such as: 2 faults in 24h, the last 3h ago: Xid 79."""
+    """Return a summary of marks, such as `2 faults in 24h, the last 3h ago: Xid 79`."""
     counted = [mark for mark in marks if not mark.retracted]
     if not marks:
         return ""
@@ -125,7 +131,7 @@ def history_text(marks: Sequence[Mark], now: datetime) -> str:
 
 
 def find_reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple[str, str | None, datetime | None]:
-    """Why a node is in that state, by whom, and since when."""
+    """Return why a node is in that state, who put it there, and since when."""
     look = record.look
     if state == "draining" and record.drain is not None:
         return record.drain.reason, record.drain.by, record.since
@@ -145,13 +151,14 @@ def find_reason(record: NodeRecord, state: str, here: Sequence[Tenant]) -> tuple
 
 
 def repair_ids(repair: str) -> tuple[str, str]:
-    """The workflow's id, repair/FLEET/NODE, and its run: empty before it has begun."""
+    """Return the ID of the repair's workflow, repair/FLEET/NODE, and its run ID, empty before it
+    starts."""
     kind, fleet, node, *run = repair.split("/")
     return f"{kind}/{fleet}/{node}", "".join(run)
 
 
 def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
-    """`nodes list --json`; the keys are a promise."""
+    """Return an entry of `nodes list --json`; its keys are a stable interface."""
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
     verdict, says = health(record)
@@ -212,7 +219,7 @@ def rows(state: FleetState) -> list[dict[str, Any]]:
 
 
 def table_row(record: NodeRecord, here: Sequence[Tenant], now: datetime) -> tuple[str, str, str, str, str, str, str]:
-    """What stands under TITLES."""
+    """Return the cells of a node for the columns TITLES."""
     state = node_state(record, here)
     gpus = gpu_views.cell(record, gpus_used(record, here))
     jobs = names(jobs_on(here))
@@ -222,7 +229,7 @@ def table_row(record: NodeRecord, here: Sequence[Tenant], now: datetime) -> tupl
 def print_nodes(state: FleetState, now: datetime) -> None:
     known = tenants(state)
     lines = [table_row(record, known.get(record.name, ()), now) for record in state.nodes]
-    if not sys.stdout.isatty():  # a node is a line: people grep, and rich takes seconds over two thousand
+    if not sys.stdout.isatty():  # one line per node, for grep; rich takes seconds for 2,000
         widths = [max(map(len, column)) for column in zip(TITLES, *lines, strict=True)]
         print("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (TITLES, *lines)))
         return

@@ -1,4 +1,5 @@
-"""The commands `relaunch nodes …`: what a fleet knows of its nodes, what people say about them, examinations and repairs."""
+"""The commands `relaunch nodes …`: show, quarantine, release, examine and repair the nodes of a
+fleet."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Level = Annotated[int, typer.Option(min=0, max=3, help="`dcgmi diag -r LEVEL`; 0
 
 @nodes_app.command("list")
 def nodes_list(fleet: Fleet = "default", as_json: Json = False) -> None:
-    """List the nodes of a fleet as the fleet knows them: who has each, what keeps it from jobs, what happened on it."""
+    """List the nodes of a fleet as the fleet knows them. Shows which job has each, what keeps it
+    from jobs, and its faults."""
     from relaunch.cli import fleets, node_pages, node_views
 
     state = with_client(lambda client, s: fleets.read(client, s.task_queue, fleet))
@@ -48,14 +50,15 @@ def nodes_show(
     fleet: Fleet = "default",
     as_json: Json = False,
 ) -> None:
-    """Show all that a fleet knows of one node; without a node: its limits, its breaker, who waits, what people did."""
+    """Show all that a fleet knows of one node. Without a node: the fleet's limits, its breaker,
+    which jobs wait, and what people did."""
     from relaunch.cli import fleets, node_pages, node_views
 
     async def work(client: Client, settings: Settings) -> tuple[FleetState, str | None]:
         from relaunch.temporal import running_up
 
         up = running_up(settings.state)
-        # The `up` of this state folder may not be the server that TEMPORAL_ADDRESS names.
+        # TEMPORAL_ADDRESS may name another server than the `up` of this state folder.
         ours = up is not None and client.service_client.config.target_host == up.address
         web = node_pages.workflow_address(up.ui, client.namespace) if up and ours else None
         return await fleets.read(client, settings.task_queue, fleet), web
@@ -81,7 +84,8 @@ def nodes_quarantine(
     within: Annotated[str | None, typer.Option(metavar="DURATION", help="With --drain: at the latest; default 30m.")] = None,
     fleet: Fleet = "default",
 ) -> None:
-    """Keep a node from jobs until somebody releases it. Whoever has it may stay, unless --drain says otherwise."""
+    """Keep a node from jobs until it is released. A job that has it may stay, unless --drain is
+    given."""
     from relaunch.cli import fleets
     from relaunch.cli.node_pages import quarantined_sentence
 
@@ -95,7 +99,7 @@ def nodes_quarantine(
 
 @nodes_app.command("release")
 def nodes_release(node: Node, reason: RequiredReason, fleet: Fleet = "default") -> None:
-    """Vouch for a node, so that jobs are given it again; what was held against it does not count any more."""
+    """Vouch for a node, so that jobs are given it again. Its earlier faults no longer count."""
     from relaunch.cli import fleets
     from relaunch.cli.node_pages import released_sentence
 
@@ -105,7 +109,8 @@ def nodes_release(node: Node, reason: RequiredReason, fleet: Fleet = "default") 
 
 @nodes_app.command("pause")
 def nodes_pause(reason: RequiredReason, fleet: Fleet = "default") -> None:
-    """Have no node of a fleet repaired, reset or rebooted, by nobody, until `nodes resume`. Jobs are given nodes as before."""
+    """Pause all repairs, resets and reboots in a fleet until `nodes resume`. Those that people
+    order are paused, too. Jobs are given nodes as before."""
     from relaunch.cli import fleets
 
     answer = with_client(lambda client, s: fleets.pause(client, s.task_queue, fleet, reason))
@@ -114,7 +119,8 @@ def nodes_pause(reason: RequiredReason, fleet: Fleet = "default") -> None:
 
 @nodes_app.command("resume")
 def nodes_resume(reason: RequiredReason, fleet: Fleet = "default") -> None:
-    """End a pause and close the breaker of a fleet. Repairs that asked meanwhile are refused; what is still needed asks again."""
+    """End a pause and close the breaker of a fleet. Repairs that asked meanwhile are refused; those
+    still needed ask again."""
     from relaunch.cli import fleets
 
     answer = with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, reason))
@@ -125,8 +131,9 @@ def nodes_resume(reason: RequiredReason, fleet: Fleet = "default") -> None:
 def nodes_apply(
     reason: Annotated[str, typer.Option(help="A clause that says why, for the history.")] = "", fleet: Fleet = "default"
 ) -> None:
-    """Have a fleet read its file again, and print what that changes. The file is the worker's own (RELAUNCH_FLEETS, `up --fleet`), where
-    the worker runs: none of this machine is sent. Without this it is read once a minute."""
+    """Have a fleet read its file again, and print what that changes. The file is the worker's
+    (RELAUNCH_FLEETS, `up --fleet`), on the worker's machine: no file of this machine is sent.
+    Without this command it is read once a minute."""
     from relaunch.cli import fleets, node_pages
 
     before, file, answer = with_client(lambda client, s: fleets.apply(client, s.task_queue, fleet, reason))
@@ -146,7 +153,10 @@ def check_duration(text: str) -> None:
 
 
 def finish(answer: Answer, fleet: str, sentence: Callable[[], str]) -> None:
-    """Say what is now, or that it cannot be seen yet (exit code 1: it was sent, so this is no mistake in what was typed)."""
+    """Print the new state, or say that it cannot be seen yet and exit with code 1.
+
+    The request was sent, so this is not an error in the user's input (exit code 2).
+    """
     if answer.shown:
         print(sentence())
         return
@@ -166,8 +176,9 @@ def declare_dead(
     reason: Annotated[str, typer.Option(callback=check_reason, help="How you know.")],
     force: Annotated[bool, typer.Option("--force", help="Also where the node answers.")] = False,
 ) -> None:
-    """Vouch that nothing runs on a node any more, so that jobs that wait for it go on elsewhere. Refused where the node answers, unless
-    --force: ranks that live there would go on beside the new ones."""
+    """Vouch that nothing runs on a node any more, so that jobs that wait for it continue elsewhere.
+    Refused if the node answers, unless --force is given: ranks alive there would run beside the
+    new ones."""
     from relaunch.cli import fleets
 
     told = with_client(lambda client, s: fleets.declare_dead(client, s.task_queue, node, reason, force))
@@ -183,10 +194,13 @@ def nodes_check(
     everything: Annotated[bool, typer.Option("--all", help="With --file: every row, also of nodes that are fine.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Examine nodes as a job would have it done after a fault. DCGM runs only where no rank does. Exit code 1 unless all are healthy.
+    """Examine nodes as a job does after a fault. DCGM runs only on nodes without ranks. Exit code 1
+    unless all are healthy.
 
-    With --file, before anything runs: log in to the nodes of a fleet file from here, and say of each what works, what does not, and what to
-    do about it. Wants no server and no worker. Exit code 1 unless ranks can run on all of them."""
+    With --file, before anything runs: log in to the nodes of a fleet file from this machine, and
+    report for each what works, what does not, and how to fix it. Needs no server and no worker.
+    Exit code 1 unless ranks can run on all of them.
+    """
     if file is not None:
         _check_file(file, nodes or [], everything, as_json)
         return
@@ -227,7 +241,8 @@ def nodes_discover(
     name: Annotated[str, typer.Option(metavar="FLEET", help="What the fleet shall be called.")] = "default",
     task_definition: Annotated[str | None, typer.Option(metavar="F", help="What a rank is run as: family, family:revision or ARN.")] = None,
 ) -> None:
-    """Print a fleet file for an ECS cluster: each of its ACTIVE EC2 instances as a node. Wants no server and no worker; changes nothing."""
+    """Print a fleet file for an ECS cluster. Each ACTIVE EC2 instance becomes a node. Needs no
+    server and no worker; changes nothing."""
     from relaunch.cli import discover
 
     print(discover.fleet_file(cluster, region, name, task_definition), end="")
@@ -239,8 +254,9 @@ def nodes_trust(
     file: Annotated[Path | None, File] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Vouch for every key that is not known yet, without a question.")] = False,
 ) -> None:
-    """Show the host keys of the nodes of a fleet file (none named: of all), ask about each that is not known, and write those into
-    known_hosts that you vouch for. A key that has changed is never replaced. Exit code 1 unless all are known then."""
+    """Show the host keys of the nodes of a fleet file (of all nodes if none is named). Ask about
+    each unknown key, and write those that you vouch for into known_hosts. A key that has changed
+    is never replaced. Exit code 1 unless all are known afterwards."""
     from relaunch.cli import direct, files, trust
 
     if file is None:
@@ -258,7 +274,8 @@ def nodes_trust(
 def nodes_answer(
     node: Node, decision: Annotated[str, typer.Argument(metavar="approve|deny")], reason: RequiredReason, fleet: Fleet = "default"
 ) -> None:
-    """Approve or deny what the repair of a node asks, whoever ordered it. A job's may also be answered with `relaunch answer JOB`."""
+    """Approve or deny what the repair of a node asks, no matter who ordered it. A repair that a job
+    ordered can also be answered with `relaunch answer JOB`."""
     from relaunch.cli import answers
 
     if decision not in ("approve", "deny"):
@@ -278,8 +295,9 @@ def nodes_repair(
     fleet: Fleet = "default",
     level: Level = 2,
 ) -> None:
-    """Reset the GPUs of a node, reboot it, or cycle its power, and examine it afterwards. Refused where ranks run, or a job has a node
-    whose power would be cycled. Exit code 1 unless it is healthy then."""
+    """Reset the GPUs of a node, reboot it or cycle its power, and examine it afterwards. Refused if
+    ranks run there, or if the power would be cycled of a node that a job has. Exit code 1 unless
+    it is healthy afterwards."""
     from relaunch.cli import repairs
     from relaunch.spec.policy import Strategy
 

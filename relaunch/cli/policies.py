@@ -1,4 +1,7 @@
-"""Changes the policy of a running job, and tries a policy on what a job has met. Every refusal is a `ConfigError`: one sentence."""
+"""Changes the policy of a running job, and tries a policy on the events of a job.
+
+Every refusal raises `ConfigError` with a one-sentence message.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ if TYPE_CHECKING:
     from temporalio.client import Client, WorkflowHistory
 
 CHANGED_WITHIN = 10.0
-"""Seconds. A live worker answers in milliseconds, and we have just heard from it."""
+"""Seconds. A live worker answers in milliseconds, and this one has just answered."""
 
 
 def read(source: str) -> Policy:
     """Read a policy as people name it: a preset or a file.
 
     Raises:
-        Mistake: it is neither, or cannot be used.
+        ConfigError: It is neither, or cannot be used.
     """
     if source in preset_names():
         return preset(source)
@@ -56,7 +59,7 @@ def parse_cause(word: str) -> Cause:
 
 @dataclass(frozen=True)
 class Changes:
-    """Keys to lay over a job's policy, and where they were written."""
+    """Keys that override those of a job's policy, and the file they come from."""
 
     keys: dict[str, Any]
     document: files.Document | None = None
@@ -69,10 +72,10 @@ class Changes:
 
 
 def read_changes(source: str | None, words: Sequence[str]) -> Changes:
-    """Read what `policy change` is to change: a file's keys, a preset, or `--set KEY=VALUE`.
+    """Read the changes for `policy change`: a file's keys, a preset, or `--set KEY=VALUE`.
 
     Raises:
-        Mistake: none or both are given, or one cannot be read.
+        ConfigError: None or both are given, or one cannot be read.
     """
     if bool(source) == bool(words):
         raise ConfigError("policy change: expected a file, or --set KEY=VALUE, and not both")
@@ -111,10 +114,11 @@ def _set(words: Sequence[str]) -> dict[str, Any]:
 
 
 async def change(client: Client, name: str, changes: Changes, reason: str) -> list[str]:
-    """Change the policy of a running job; return lines that say what changed.
+    """Change the policy of a running job; return lines that describe the changes.
 
     Raises:
-        Mistake: the job does not run, nobody answers for it, or the policy could not hold together.
+        ConfigError: The job does not run, no worker answers for it, or the resulting policy is
+            invalid.
     """
     from temporalio.client import WorkflowUpdateFailedError, WorkflowUpdateRPCTimeoutOrCancelledError
     from temporalio.service import RPCError, RPCStatusCode
@@ -189,13 +193,13 @@ def _shown(value: Any) -> str:
 class Trial:
     replayed: tuple[Replayed, ...]
     start: datetime | None = None
-    """Set where times are shown from the start on: a file that has no time of day."""
+    """Set if times are shown relative to the start, for a file that has no time of day."""
     notes: tuple[str, ...] = ()
-    """What limits it, for whoever reads the decisions."""
+    """Limitations of this trial, for the reader of the decisions."""
 
     @property
     def decisions(self) -> tuple[Replayed, ...]:
-        """Without what both passed by."""
+        """The decisions, without events that both policies ignore."""
         return tuple(r for r in self.replayed if not (isinstance(r.decision, Ignore) and not r.differs))
 
     def at(self, moment: datetime) -> str:
@@ -213,18 +217,18 @@ def try_on_events(policy: Policy, path: Path) -> Trial:
 
 
 async def try_on_history(client: Client, name: str, policy: Policy, run_id: str | None) -> Trial:
-    """Walk what a job has met, in all runs of one submission, under a policy.
+    """Apply a policy to the events of a job, in all runs of one submission.
 
     Raises:
-        Mistake: there is no such run, or this version cannot replay it.
+        ConfigError: There is no such run, or this version cannot replay it.
     """
     import logging
 
-    # The workflow, and with it activities and backends: only here does the command line need them.
+    # This imports the workflow, and with it activities and backends: no other command needs them.
     from relaunch.workflows.training_job.recording import NotReplayable, recording
 
     histories, complete = await _histories(client, name, run_id)
-    # Refusals are ours to say, in a sentence; the SDK would print a stack trace before.
+    # A refusal is reported here in one sentence; the SDK would print a stack trace before it.
     logging.getLogger("temporalio").setLevel(logging.CRITICAL)
     try:
         recorded = await recording(histories, client.namespace, client.data_converter)
@@ -244,7 +248,7 @@ def _annotated(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str, ...]]:
 
 
 async def _histories(client: Client, name: str, run_id: str | None) -> tuple[list[WorkflowHistory], bool]:
-    """The runs of one submission, oldest first, and whether the first of them is among them."""
+    """Return the runs of one submission, oldest first, and whether its first run is among them."""
     from temporalio.service import RPCError, RPCStatusCode
 
     from relaunch.cli.jobs import describe, handle_of
@@ -278,7 +282,7 @@ async def _histories(client: Client, name: str, run_id: str | None) -> tuple[lis
 
 
 def trial_lines(trial: Trial) -> list[str]:
-    """One line a decision, those that differ marked, and a summary."""
+    """Return one line per decision, with those that differ marked, and a summary."""
     rows = [((trial.at(r.at), r.event, named(r.decision)), r) for r in trial.decisions]
     times, kinds, names = (max((len(words[column]) for words, _ in rows), default=0) for column in (0, 1, 2))
     lines = []

@@ -1,4 +1,7 @@
-"""Draws a policy for people, as they would on a board, and shapes the same for scripts. Pure: a policy in, lines out."""
+"""Draws a policy as text for people, and shapes it as values for scripts.
+
+Pure: a policy in, lines out.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from relaunch.spec.policy import MAX_BACKOFF, Policy, Rung, Strategy
 
 WIDTH = 100
 DELAYS_SHOWN = 6
-"""More of a list nobody reads, and a backoff has shown by then where it goes."""
+"""Longest list of delays shown: the course of a backoff is clear by then."""
 
 PRESETS = {
     "default": "restart, examine, replace, as fits the cause; faulty hardware costs no restart",
@@ -22,7 +25,7 @@ PRESETS = {
     "modelarts": "Huawei ModelArts' fault recovery with every kind of restart switched on",
     "torchelastic": "torchrun's: any failure restarts all ranks, 3 times in the job's life",
 }
-"""What each preset is, in a line. The files in relaunch/spec/presets say where each comes from."""
+"""One line about each preset. The files in relaunch/spec/presets say where each comes from."""
 
 STRATEGIES = {
     Strategy.RESTART_IN_PLACE: "all ranks start anew on the same nodes",
@@ -43,7 +46,7 @@ def presets_lines() -> list[str]:
 
 
 def ladders(policy: Policy, only: Cause | None) -> list[tuple[tuple[Cause, ...], tuple[Rung, ...]]]:
-    """The ladders with the causes that share each, in the order of the causes."""
+    """Return the ladders, each with the causes that share it, in the order of the causes."""
     shared: dict[tuple[Rung, ...], list[Cause]] = {}
     for cause in Cause:
         shared.setdefault(policy.ladder(cause), []).append(cause)
@@ -51,7 +54,7 @@ def ladders(policy: Policy, only: Cause | None) -> list[tuple[tuple[Cause, ...],
 
 
 def policy_lines(name: str, policy: Policy, only: Cause | None) -> list[str]:
-    """`policy explain` for people."""
+    """Return the lines of `policy explain`."""
     base = "" if policy.extends == name or name in PRESETS else f"  (over {policy.extends})"
     lines = [f"policy {name}{base}", "", "budgets", *_budgets(policy)]
     drawn = ladders(policy, only)
@@ -77,14 +80,14 @@ def ladder_lines(policy: Policy, ladder: Sequence[Rung]) -> list[str]:
 
 
 def short(ladder: Sequence[Rung]) -> str:
-    """A ladder in one line: `RESTART_IN_PLACE 3 times, then FAIL`."""
+    """Return a ladder in one line: `RESTART_IN_PLACE 3 times, then FAIL`."""
     return ", then ".join(
         rung.label + ("" if rung.strategy.ends else " always" if rung.tries is None else f" {_times(rung.tries)}") for rung in ladder
     )
 
 
 def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]:
-    """`policy explain --json`."""
+    """Return the value of `policy explain --json`."""
     return {
         "policy": name,
         "extends": policy.extends,
@@ -104,13 +107,13 @@ def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]
 
 
 def first(policy: Policy, cause: Cause, code: str) -> Rung:
-    """The rung that a policy takes first about a fault; the last one where none is for its code."""
+    """Return the rung that a policy takes first for a fault; the last one if none has its code."""
     ladder = policy.ladder(cause)
     return next((rung for rung in ladder if not rung.codes or code in rung.codes), ladder[-1])
 
 
 def first_rung(policy: Policy, cause: Cause, code: str) -> str:
-    """The same as a clause."""
+    """Return that rung as a clause."""
     rung = first(policy, cause, code)
     return f"{rung.strategy}: {_rung(policy, rung)}"
 
@@ -186,7 +189,7 @@ def _delays(rung: Rung) -> str:
 
 
 def _then(rung: Rung) -> str:
-    """What leads to the next rung; empty where nothing does."""
+    """Return what leads to the next rung; empty if nothing does."""
     ways = []
     if rung.tries is not None:
         ways.append("used up")
@@ -229,7 +232,7 @@ def _rung_view(number: int, rung: Rung) -> dict[str, Any]:
 
 
 def _entry(head: str, text: str) -> list[str]:
-    """A head, and a text wrapped beside it."""
+    """Return `head` with `text` wrapped beside it."""
     return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 

@@ -1,4 +1,7 @@
-"""Looks at nodes and orders a repair of one. Every refusal is a `ConfigError`: one sentence, nothing changed."""
+"""Examines nodes, and orders repairs of single nodes.
+
+Every refusal raises `ConfigError` with a one-sentence message and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,20 @@ from relaunch.pool.state import NodeRecord, NodeStatus
 from relaunch.spec.policy import Strategy
 
 CHECK_WITHIN = {0: timedelta(seconds=90), 1: timedelta(minutes=5), 2: timedelta(minutes=20), 3: timedelta(minutes=65)}
-"""For a whole fleet side by side: probing takes seconds, DCGM what its level takes."""
+"""Timeout by DCGM level, for a whole fleet examined concurrently: probing takes seconds, DCGM takes
+what its level takes."""
 REPAIR_WITHIN = timedelta(minutes=40)
-"""Of a repair that a person orders: a reboot takes up to 25 minutes, and a look before and after."""
+"""Deadline of a repair that a person orders: a reboot takes up to 25 minutes, plus a probe before
+and after it."""
 
 
 async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str], level: int) -> tuple[NodeHealth, ...]:
-    """Examine nodes (none named: all of the fleet). A node with ranks is only probed: DCGM wants its GPUs free.
+    """Examine nodes; all nodes of the fleet if none is named.
+
+    A node with ranks is only probed: DCGM needs its GPUs free.
 
     Raises:
-        Mistake: no worker answers, or it does not know the fleet or a node.
+        ConfigError: No worker answers, or it does not know the fleet or a node.
     """
     for node in nodes:
         check_name("node", node)
@@ -57,7 +64,10 @@ async def check(client: Client, task_queue: str, fleet: str, nodes: Sequence[str
 
 
 def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
-    """`nodes check --json`; the keys are a promise. `kept`: what the fleet knows of a node that it gives to no job."""
+    """Return an entry of `nodes check --json`; its keys are a stable interface.
+
+    `kept` is the fleet's record of a node that it gives to no job.
+    """
     health = item.health
     free = "free" if kept is None else str(kept.standing)
     jobs = [one.split(" ")[1] for one in health.busy if one.startswith("job ")]
@@ -104,10 +114,10 @@ async def repair(
     level: int,
     power: bool = False,
 ) -> NodeRepairResult:
-    """Order a repair and wait for its end. Whoever orders it has approved it.
+    """Order a repair and wait for its end. The user who orders it has thereby approved it.
 
     Raises:
-        Mistake: one of this node is under way.
+        ConfigError: A repair of this node is under way.
     """
     id_ = repair_id(fleet, node)
     order = NodeRepairInput(

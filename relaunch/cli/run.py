@@ -1,4 +1,7 @@
-"""`run`: one job from the command line, with a server of its own where none runs. Its exit code is the job's."""
+"""The command `run`: runs one job, with its own server if none is running.
+
+Its exit code is the job's.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,14 @@ from relaunch.temporal import connect, running_up
 INTERRUPTED = 130
 PASSED_ON = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 PASSED_ON_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "PYTHON")
-"""What decides which program runs and how its ranks talk. Not all: an environment has secrets, and a job is written into history."""
+"""Variables passed on to ranks: those that decide which program runs and how its ranks communicate.
+Not the whole environment: it has secrets, and a job is written into workflow history."""
 
 
 def job_of(
     command: list[str], nodes: str, nproc: int, policy: str | None, name: str | None, env: list[str], fleet: str | None
 ) -> dict[str, Any]:
-    """Return the job as a mapping of what was typed."""
+    """Return the fields of a job file as given by the command line."""
     if not command:
         raise ConfigError("no command: write it after `--`, such as `relaunch run -- python train.py`")
     if shutil.which(command[0]) is None:
@@ -56,7 +60,7 @@ def environment(ours: Mapping[str, str], wanted: list[str]) -> dict[str, str]:
 
 
 def default_name(command: list[str]) -> str:
-    """A name that says what runs, and that no other `run` has."""
+    """Return a name that says what runs, and that no other `run` has."""
     words = [word for word in command if not word.startswith("-")]
     script = next((word for word in words[1:] if word.endswith((".py", ".sh"))), words[0] if words else "job")
     stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(script).stem).strip("-")[:30] or "job"
@@ -65,7 +69,8 @@ def default_name(command: list[str]) -> str:
 
 @dataclass
 class OwnService:
-    """`relaunch up` as a child: it goes down with us, or, asked to drain, when the job has ended."""
+    """A child process `relaunch up`. It ends with this process or, if asked to drain, when the job
+    has ended."""
 
     state: Path
     process: subprocess.Popen[bytes]
@@ -90,7 +95,7 @@ class OwnService:
             self.process.kill()
 
     def leave(self) -> None:
-        """Let it see the job to its end alone."""
+        """Let the child run without this process until the job has ended."""
         stdin: IO[bytes] | None = self.process.stdin
         if stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -118,7 +123,7 @@ def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
 
 
 async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], None]) -> int:
-    """Run a job to its end."""
+    """Run a job to its end and return the exit code."""
     shared = bool(os.environ.get("TEMPORAL_ADDRESS")) or running_up(settings.state) is not None
     own: OwnService | None = None
     spec, policy = files.job_from_flags(values)
@@ -131,12 +136,12 @@ async def run(settings: Settings, values: dict[str, Any], say: Callable[[str], N
 
         client = await connect(settings.state, await own.address() if own else None)
         await submit(client, settings.task_queue, spec, policy)
-        # From here on ctrl-C means the job, and not only this program.
+        # From here on ctrl-C cancels the job instead of only ending this program.
         interruptions: asyncio.Queue[None] = asyncio.Queue()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, interruptions.put_nowait, None)
         say(f"job {spec.name} submitted: {spec.size}")
-        from relaunch.cli import follow, jobs  # while the ranks start
+        from relaunch.cli import follow, jobs  # imported while the ranks start
 
         following = asyncio.create_task(follow.follow_with_logs(client, settings.task_queue, spec.name, say))
         code = await _until_done(following, interruptions, lambda: jobs.cancel(client, spec.name, "ctrl-C"), spec.name, say)
@@ -161,7 +166,10 @@ async def _until_done(
     name: str,
     say: Callable[[str], None],
 ) -> int | None:
-    """Wait for the job; the first interruption cancels it, the second returns None at once."""
+    """Wait for the job and return its exit code.
+
+    The first interruption cancels the job; the second makes this return None at once.
+    """
     cancelling: asyncio.Task[Any] | None = None
     while True:
         interrupted = asyncio.create_task(interruptions.get())
@@ -172,7 +180,7 @@ async def _until_done(
         if cancelling is not None:
             say(f"leaving; job {name} is being cancelled")
             following.cancel()
-            await asyncio.wait([cancelling], timeout=2)  # the message itself must be out
+            await asyncio.wait([cancelling], timeout=2)  # the request itself must be sent
             return None
         say(f"cancelling job {name}; ctrl-C again leaves at once")
         cancelling = asyncio.create_task(cancel())

@@ -1,6 +1,7 @@
-"""Temporal's server, its web UI and a worker on this machine: started together, restarted when they die, stopped together.
+"""Runs Temporal's server, its web UI and a worker on this machine.
 
-Ranks are no children of these processes: they live on whatever happens here.
+They are started together, restarted when they die, and stopped together. Ranks are not children of
+these processes: they keep running whatever happens here.
 """
 
 from __future__ import annotations
@@ -25,27 +26,30 @@ from relaunch.config import ConfigError
 from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
 
 RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"))
-"""This very package. -P: what lies beside that file is no module of its own."""
+"""The command line of this very package. -P keeps the folder of that file off the module path."""
 HOST = "127.0.0.1"  # the embedded server has neither TLS nor users
 LOCAL_NODES = 16
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
 STEADY_AFTER = 30.0
-"""Seconds alive after which a death is a new one, not the last one again."""
+"""Seconds of uptime after which an exit is a new failure, and the backoff starts over."""
 READY_WITHIN = 30.0
-"""Seconds; a new database takes 0.5 s, a large one on a busy machine some more."""
+"""Seconds. A new database takes 0.5 s, a large one on a busy machine takes longer."""
 STOP_WITHIN = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
 DRAIN_WITHIN = 120.0
-"""Seconds that jobs have to end once nobody waits for them any more; longer than stopping ranks takes."""
+"""Seconds that jobs have to end after the process that waited for them has left; longer than
+stopping ranks takes."""
 PR_SET_PDEATHSIG = 1
 SERVER_OPTIONS = (
-    # Write-ahead: three times the throughput. FULL: a power cut loses nothing that was acknowledged.
+    # WAL (write-ahead log): three times the throughput. FULL: a power cut loses nothing that was
+    # acknowledged.
     ("--sqlite-pragma", "journal_mode=WAL"),
     ("--sqlite-pragma", "synchronous=FULL"),
-    # The one shard of this server looks at its queues 20 times a second by default: 50 ms for every hop.
+    # The single shard of this server polls its queues 20 times a second by default: 50 ms for every
+    # hop.
     ("--dynamic-config-value", "history.transferProcessorMaxPollRPS=1000"),
     ("--dynamic-config-value", "history.timerProcessorMaxPollRPS=1000"),
-    # A cancelled activity is told at once, not with its next heartbeat.
+    # A cancelled activity is notified at once, not with its next heartbeat.
     ("--dynamic-config-value", "system.enableCancelActivityWorkerCommand=true"),
     ("--dynamic-config-value", "frontend.WorkerCommandsEnabled=true"),
 )
@@ -69,7 +73,7 @@ class Service:
 
 
 def find_server() -> Path:
-    """The `temporal` binary: of the package in this Python's environment, else one on PATH."""
+    """Return the `temporal` binary: the one in this Python's environment, else one on PATH."""
     beside = Path(sys.executable).with_name("temporal")
     found = str(beside) if beside.exists() else shutil.which("temporal")
     if found is None:
@@ -78,10 +82,10 @@ def find_server() -> Path:
 
 
 def prepare_state(state: Path) -> IO[str]:
-    """Make the state folder and hold its lock as long as the file is open.
+    """Create the state folder and lock it for as long as the returned file is open.
 
     Raises:
-        Mistake: it cannot be written, or another `up` runs on it.
+        ConfigError: The folder cannot be written, or another `up` runs on it.
     """
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -99,9 +103,9 @@ def prepare_state(state: Path) -> IO[str]:
 
 
 def choose_port(option: str, port: int) -> int:
-    """Return a port that is free now; 0 asks for any."""
+    """Return a port that is free now; 0 requests any free port."""
     with socket.socket() as probe:
-        # As the server will: the remains of closed connections do not matter, a listener does.
+        # Bind as the server will: the remains of closed connections do not matter, a listener does.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -113,7 +117,7 @@ def choose_port(option: str, port: int) -> int:
 
 
 def write_local_fleet(state: Path, nodes: int) -> Path:
-    """Write the fleet `default` of nodes on this machine."""
+    """Write the file of fleet `default`, with nodes on this machine; return its path."""
     folder = state / "fleets"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "default.yaml"
@@ -125,12 +129,13 @@ def write_local_fleet(state: Path, nodes: int) -> Path:
 
 
 async def serve(service: Service, say: Callable[[str], None], attended: bool) -> None:
-    """Run until SIGINT or SIGTERM.
+    """Run until SIGINT, SIGTERM or SIGHUP.
 
-    With `attended`, stdin is held by whoever waits for the job. Its end means: stop at once; `drain` before it: once no job runs.
+    With `attended`, the process that waits for the job holds stdin. The end of stdin stops
+    everything at once; after a `drain` on stdin, everything stops when no job runs any more.
 
     Raises:
-        Mistake: the server or the worker cannot be started.
+        ConfigError: The server or the worker cannot be started.
     """
     stop = asyncio.Event()
     drain = asyncio.Event()
@@ -166,7 +171,7 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
             if service.worker:
                 keepers.append(asyncio.create_task(worker.keep()))
                 say(f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops both, ranks live on")
-            if not attended:  # nobody types commands for a server that has one job
+            if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
                 warming.add_done_callback(lambda task: _without(task, say))
             await asyncio.wait({stopping, asyncio.create_task(drain.wait()), *keepers}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,22 +188,22 @@ async def serve(service: Service, say: Callable[[str], None], attended: bool) ->
         if warming:
             warming.cancel()
         await warm.end()
-        await worker.end()  # first, so that it can hand its watches back
+        await worker.end()  # first, so that it can hand back its activities
         await server.end()
 
 
 class Keeper:
-    """Keeps one child process alive."""
+    """The supervisor of one child process."""
 
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str], log: Path, say: Callable[[str], None]) -> None:
         self._name, self._command, self._environment, self._log, self._say = name, command, environment, log, say
         self._process: asyncio.subprocess.Process | None = None
 
     async def keep(self) -> None:
-        """Start the child, and again whenever it ends.
+        """Start the child, and restart it with backoff whenever it ends.
 
         Raises:
-            Mistake: it says with exit code 2 that its settings cannot be used.
+            ConfigError: The child exits with code 2: its settings cannot be used.
         """
         backoff = FIRST_BACKOFF
         while True:
@@ -210,7 +215,7 @@ class Keeper:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    # Ctrl-C in this terminal is ours to pass on.
+                    # Ctrl-C reaches only this process, which stops the child itself.
                     start_new_session=True,
                     preexec_fn=_die_with_parent(os.getpid()),
                 )
@@ -243,7 +248,7 @@ class Keeper:
 
 
 def _without(warming: asyncio.Task[None], say: Callable[[str], None]) -> None:
-    """Commands start more slowly without it, and that is all."""
+    """Report why the warm process has ended; without it, commands only start more slowly."""
     if not warming.cancelled() and (error := warming.exception()) is not None:
         say(f"{error}; commands start without it")
 
@@ -253,7 +258,7 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
 
     def before_exec() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
     return before_exec

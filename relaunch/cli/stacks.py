@@ -1,4 +1,4 @@
-"""Asks, through a worker, where the ranks of a job are at the moment, and prints it."""
+"""Reads, through a worker, where the ranks of a job are executing now, and prints it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from relaunch.config import ConfigError
 from relaunch.messages.logs import ReadStacksInput, ReadStacksOutput, Stack
 
 TAKEN_WITHIN = 10.0
-"""Seconds for a worker to begin."""
+"""Seconds for a worker to start the activity."""
 EACH = 30.0
-"""Seconds for a rank: py-spy has 20 of them. Those of one node are looked at one after the other."""
+"""Seconds per rank: py-spy has 20 of them. The ranks of one node are examined one after the other.
+"""
 
 
 async def read(client: Client, task_queue: str, job: str, rank: int | None) -> tuple[Stack, ...]:
-    """Look at the ranks of a job's newest generation.
+    """Read the stacks of the ranks of a job's newest generation.
 
     Raises:
-        Mistake: there are none, or no worker answers.
+        ConfigError: There are no ranks, or no worker answers.
     """
     now = await jobs.look(client, job)
     state = now.state
@@ -64,7 +65,7 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> t
 
 
 def rows(found: Sequence[Stack]) -> list[dict[str, Any]]:
-    """`stacks --json`; the keys are a promise."""
+    """Return the value of `stacks --json`; its keys are a stable interface."""
     return [asdict(one) for one in found]
 
 

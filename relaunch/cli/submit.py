@@ -1,4 +1,5 @@
-"""Starts a job. Imports nothing that this can do without: what is imported here passes before any rank starts."""
+"""Starts a job. It imports only what it needs, because the time for imports delays the start of
+ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ async def submit(
     """Start a job.
 
     Raises:
-        Mistake: a job of that name runs already.
+        ConfigError: A job of that name is running.
     """
     argument = TrainingJobInput(
         spec=spec,
@@ -78,7 +79,10 @@ async def submit(
 
 
 async def retry(client: Client, task_queue: str, name: str, reason: str, avoid: tuple[str, ...], renew_budgets: bool) -> str:
-    """Relaunch a running job, or start a closed one again from what it knew. Return a sentence that says which."""
+    """Relaunch a running job, or start a closed one again from its last state.
+
+    Return a sentence that says which of the two was done.
+    """
     from relaunch.cli.jobs import describe, look, signal_open
 
     avoid = tuple(check_name("node", node) for node in avoid)

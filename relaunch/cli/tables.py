@@ -36,7 +36,10 @@ def print_jobs(rows: Sequence[Row], now: datetime) -> None:
 
 
 def show_view(now: Look, at: datetime) -> dict[str, Any]:
-    """Return what `show --json` prints; where nobody can be asked, the same keys with what the server itself holds."""
+    """Return what `show --json` prints.
+
+    If no worker answers, it has the values in the job's memo, and None or nothing for the others.
+    """
     if now.state is not None:
         return {**job_views.show(now.state, now.watch, at), "source": now.source}
     if "phase" not in now.memo:

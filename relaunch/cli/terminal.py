@@ -1,4 +1,4 @@
-"""What every command shares: the words of its options, how it connects, and how it speaks."""
+"""Shared by all commands: common options, the connection to the server, and output."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Reason = Annotated[str, typer.Option(help="A clause that says why, for the histo
 
 
 def check_reason(text: str) -> str:
-    """Refuse a reason that says nothing.
+    """Return a reason unchanged; refuse a blank one.
 
     Raises:
-        Mistake: it is blank.
+        ConfigError: It is blank.
     """
     if not text.strip():
         raise ConfigError("--reason is empty: expected a clause that says why, for those who read the history")
@@ -40,7 +40,7 @@ def say(text: str) -> None:
 
 
 def with_client(work: Callable[[Client, Settings], Coroutine[Any, Any, Value]]) -> Value:
-    """Read the settings, connect, and do one thing."""
+    """Read the settings, connect, and run `work`; return its result."""
 
     async def connected() -> Value:
         from relaunch.temporal import connect

@@ -1,4 +1,7 @@
-"""Asks a person whether a node's host key is the right one, and writes it down. A key that has changed is never replaced here."""
+"""Asks the user whether a node's host key is the right one, and records it.
+
+A key that has changed is never replaced here.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,16 @@ if TYPE_CHECKING:
 
 
 def trust(spec: FleetSpec, keys: Iterable[HostKey | NoKey], yes: bool, ask: Callable[[str], str] | None) -> bool:
-    """Show the keys, ask for each unknown one, remember those that were vouched for; return whether all are known now.
+    """Show the keys, ask about each unknown one, and record those that were vouched for.
+
+    Return whether all keys are known afterwards.
 
     Args:
-        yes: Vouch for all unknown ones without a question.
-        ask: Puts a question to a person; None where there is no terminal.
+        yes: Vouch for all unknown keys without asking.
+        ask: Asks the user a question; None if there is no terminal.
 
     Raises:
-        Mistake: there is nobody to ask.
+        ConfigError: There is an unknown key and no terminal to ask at.
     """
     known = True
     for key in keys:
@@ -72,13 +77,13 @@ def _danger(key: HostKey) -> str:
 
 
 def at_terminal() -> Callable[[str], str] | None:
-    """How a person is asked here; None where there is none."""
+    """Return a function that asks the user; None if there is no terminal."""
     return _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
 
 
 def _ask(question: str) -> str:
     try:
         return input(question)
-    except EOFError:  # ctrl-D is no yes
+    except EOFError:  # ctrl-D counts as no
         print()
         return ""

@@ -1,6 +1,7 @@
-"""Runs commands in forks of a process that has imported everything already: what `warm_client` hands over.
+"""Runs commands that `warm_client` hands over, in forks of a process with everything imported.
 
-A fork owes nothing to this process once it runs: `up` may end or start again under it, as under a command that was started cold.
+A running fork does not depend on this process: `up` may end or start again without effect on it, as
+with a command that was started cold.
 """
 
 from __future__ import annotations
@@ -48,14 +49,16 @@ PRELOADED = (
     "yaml",
 )
 BACKLOG = 64
-"""Commands typed at once, by scripts; one more starts without us."""
+"""Commands that may wait at once, such as from scripts; further ones run without this process."""
 
 
 def serve(state: Path, main: Callable[[], int]) -> NoReturn:
-    """Answer on the state folder's socket for as long as we live; `main` runs one command line in a fork.
+    """Serve the state folder's socket until the process ends.
+
+    `main` runs one command line in a fork.
 
     Raises:
-        Mistake: there can be no such socket.
+        ConfigError: The socket cannot be created, or an import has started a thread.
     """
     loaded = code_stamp()
     for name in PRELOADED:
@@ -64,7 +67,8 @@ def serve(state: Path, main: Callable[[], int]) -> NoReturn:
     if len(threads) != 1:
         raise ConfigError(f"{len(threads)} threads run after the imports: expected 1, a fork would have lost the others")
     listener = _listen(state)
-    # What is here now is in every fork; the collector must not touch it, which would copy its pages.
+    # Every fork shares the present objects; the collector must not touch them, or it would copy
+    # their pages.
     gc.freeze()
     woken, wake = socket.socketpair()
     woken.setblocking(False)
@@ -86,14 +90,16 @@ def serve(state: Path, main: Callable[[], int]) -> NoReturn:
                 except (BlockingIOError, ConnectionAbortedError):
                     continue
                 if code_stamp() != loaded:
-                    # Closing comes with it: that command starts without us, from the code that is there now.
+                    # exec closes the connection: the client then runs the command itself, with the
+                    # new code.
                     os.execv(sys.executable, [sys.executable, *sys.argv])
                 sys.stdout.flush()
                 sys.stderr.flush()
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
-                    # Not ours: a client would wait for an end, or for an answer, that nobody gives any more.
+                    # The fork must not hold these open: a client would wait for an end or an answer
+                    # that never comes.
                     for other in (listener, woken, wake, *running.values()):
                         other.close()
                     _run(connection, main)
@@ -101,9 +107,10 @@ def serve(state: Path, main: Callable[[], int]) -> NoReturn:
 
 
 def code_stamp() -> tuple[int, int, int]:
-    """Return what changes with any file of ours, or with what is installed."""
+    """Return a stamp that changes with any source file of relaunch, and with the installed
+    packages."""
     package = ROOT / "relaunch"
-    # The last two are links in a checkout, into which a search does not go by itself.
+    # In a checkout the last two are symbolic links, which rglob does not follow.
     places = [path.stat() for folder in (package, package / "workflows", package / "activities") for path in folder.rglob("*.py")]
     installed = [Path(folder).stat() for folder in sys.path if folder.endswith("-packages") and os.path.isdir(folder)]
     found = (*places, *installed)
@@ -115,7 +122,7 @@ def _listen(state: Path) -> socket.socket:
         folder = state.stat()
         if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
             raise ConfigError(f"state folder {state} can be written by others: expected one that is yours alone, for {SOCKET} in it")
-        # By its name alone: a socket's path may have no more than 107 bytes.
+        # By its name alone: the path of a socket may have at most 107 bytes.
         os.chdir(state)
         Path(SOCKET).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
@@ -137,7 +144,7 @@ def _reap(running: dict[int, socket.socket]) -> None:
             return
         if pid == 0:
             return
-        # None: forked before we started again with new code.
+        # None: forked before this process started again with new code.
         connection = running.pop(pid, None)
         if connection is None:
             continue
@@ -151,11 +158,11 @@ def _tell(connection: socket.socket, word: str) -> None:
     try:
         connection.sendall(word.encode())
     except OSError:
-        return  # nobody listens any more
+        return  # the client has gone
 
 
 def _run(connection: socket.socket, main: Callable[[], int]) -> NoReturn:
-    """In the fork: become the command that was typed."""
+    """Run, in the fork, the command that was typed."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -166,9 +173,10 @@ def _run(connection: socket.socket, main: Callable[[], int]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except BrokenPipeError:
-        pass  # whoever read our output has gone; the exit code stands
+        pass  # the reader of the output has gone; the exit code stands
     except BaseException:
-        # What the interpreter does with what nobody catches; it must not run on into the server's frames.
+        # Report it as the interpreter does for an uncaught exception; the exception must not reach
+        # the server's frames.
         sys.excepthook(*sys.exc_info())
     finally:
         _tell(connection, f"exit {code}")
@@ -176,7 +184,7 @@ def _run(connection: socket.socket, main: Callable[[], int]) -> NoReturn:
 
 
 def _take_over(connection: socket.socket) -> bool:
-    """Read who asks for what, and take its place; False when that is not for us."""
+    """Read the request and take over the client's environment; return False if it is refused."""
     connection.settimeout(ANSWER_WITHIN)
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.geteuid():
@@ -191,7 +199,7 @@ def _take_over(connection: socket.socket) -> bool:
         connection.sendall(str(os.getpid()).encode())
         if connection.recv(len(GO)) != GO:
             return False
-    except OSError:  # it gave up, or is no client of ours
+    except OSError:  # the client gave up, or is another program
         return False
     connection.settimeout(None)
     for target, descriptor in enumerate(descriptors[:3]):
@@ -204,11 +212,11 @@ def _take_over(connection: socket.socket) -> bool:
     os.environb.update(request["environment"])
     time.tzset()
     sys.argv[:] = [os.fsdecode(word) for word in request["argv"]]
-    # New ones: those that are here believe to write to a file, and seek in it.
+    # Open new streams: the present ones assume that they write to a file, and seek in it.
     sys.stdin, sys.stdout, sys.stderr = (
         _stream(number, mode, *how) for (number, mode), how in zip(((0, "r"), (1, "w"), (2, "w")), request["streams"], strict=True)
     )
-    # `up` itself may run where some are ignored.
+    # `up` itself may run with some signals ignored.
     for number in (*PASSED_ON, signal.SIGCHLD, signal.SIGTSTP):
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
@@ -235,8 +243,8 @@ def _read(connection: socket.socket, size: int) -> dict[str, Any]:
 
 
 def _end_with_client(connection: socket.socket) -> None:
-    """End as a process does whose terminal was closed, when the client is gone without a word."""
+    """End like a process whose terminal was closed, when the client disappears without notice."""
     with contextlib.suppress(OSError):
         connection.recv(1)
     os.kill(os.getpid(), signal.SIGHUP)
-    os._exit(128 + signal.SIGHUP)  # where that is ignored, too: there is nobody to print for
+    os._exit(128 + signal.SIGHUP)  # also if SIGHUP is ignored: there is no reader for the output

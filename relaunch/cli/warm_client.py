@@ -1,6 +1,8 @@
-"""Hands a command to the process that `up` keeps ready with everything imported; where there is none, it returns and nothing has happened.
+"""Hands a command to the process that `up` keeps ready with everything imported.
 
-Standard library and old syntax only, as few modules as possible: this runs before anything else, in whatever `python3` is first.
+If there is no such process, it returns without any effect. It uses only the standard library, old
+syntax and as few modules as possible: it runs before anything else, under whatever `python3` is
+first on PATH.
 """
 
 from __future__ import annotations
@@ -19,18 +21,20 @@ SOCKET = "cli.sock"
 PROTOCOL = 1
 COMMANDS = ("run", "submit", "jobs", "show", "next", "history", "follow", "logs", "cancel", "retry", "nodes")
 ASKS = ["nodes", "trust"]
-"""It reads from the terminal, and a fork of an `up` that was started in the same one would be stopped for that (SIGTTIN)."""
+"""It reads from the terminal, and a fork of an `up` started in the same terminal would be stopped
+for that (SIGTTIN)."""
 ANSWER_WITHIN = 1.0
-"""Seconds for a fork and two short messages. A cold start takes about as long, so waiting longer would gain nothing."""
+"""Seconds for a fork and two short messages. A cold start takes about as long, so a longer wait
+gains nothing."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
 GO = b"go"
 
 
 def forward() -> None:
-    """Let the process of `up` run this command and exit as it does; return where that cannot be."""
+    """Let the process of `up` run this command and exit as it does; return if it cannot."""
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS or sys.argv[1:3] == ASKS or os.environ.get(NO_WARM):
         return
-    # Once is enough, also when the project's own Python starts this script again.
+    # Try once only, also when the project's own Python starts this script again.
     os.environ[NO_WARM] = "1"
     state = _state()
     if state is None:
@@ -59,12 +63,14 @@ _dispositions: dict[int, Any] = {}
 
 
 def namespaces() -> list[str]:
-    """What a process sees of the machine: a command from inside a container is not run outside of it."""
+    """Return the namespaces of this process: a command inside a container must not run outside of
+    it."""
     return [os.readlink("/proc/self/ns/" + name) for name in ("mnt", "net", "pid", "user")]
 
 
 def _state() -> str | None:
-    """Return the state folder where no file could say otherwise; reading one is left to `settings`."""
+    """Return the state folder, or None if a settings file may define it: reading one is left to
+    `settings`."""
     named = os.environ.get("RELAUNCH_STATE")
     if named:
         return named
@@ -79,7 +85,7 @@ def _connect(state: str) -> socket.socket:
             raise PermissionError(state)
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(ANSWER_WITHIN)
-        # By its folder's descriptor: a socket's path may have no more than 107 bytes.
+        # Through its folder's descriptor: the path of a socket may have at most 107 bytes.
         connection.connect("/proc/self/fd/" + str(folder) + "/" + SOCKET)
         return connection
     finally:
@@ -87,7 +93,8 @@ def _connect(state: str) -> socket.socket:
 
 
 def _hand_over(connection: socket.socket) -> int:
-    """Return the id of the process that runs the command from now on; raise where it does not."""
+    """Return the PID of the process that now runs the command; raise OSError or ValueError if none
+    does."""
     streams = [
         (stream.encoding, stream.errors, stream.line_buffering, getattr(stream, "write_through", False))
         for stream in (sys.stdin, sys.stdout, sys.stderr)
@@ -95,7 +102,8 @@ def _hand_over(connection: socket.socket) -> int:
     ]
     umask = os.umask(0)
     os.umask(umask)
-    # For ast.literal_eval: argv and environment are bytes, which json has no word for, and importing it takes longer than all this.
+    # For ast.literal_eval: argv and environment are bytes, which JSON cannot express, and importing
+    # json takes longer than all of this.
     request = repr(
         {
             "protocol": PROTOCOL,
@@ -111,13 +119,14 @@ def _hand_over(connection: socket.socket) -> int:
     here = os.open(".", os.O_PATH | os.O_DIRECTORY)
     try:
         rights = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2, here))
-        # A closed descriptor among the first three is an OSError here: such a command starts without us.
+        # A closed descriptor among the first three raises OSError: such a command runs without
+        # `up`.
         connection.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     finally:
         os.close(here)
     connection.sendall(request)
     pid = int(connection.recv(32))
-    # Only now may it begin: had we given up before, the same command would run twice.
+    # Only now may the fork begin: if this process had given up before, the command would run twice.
     connection.sendall(GO)
     connection.settimeout(None)
     return pid
@@ -127,7 +136,7 @@ def _wait(connection: socket.socket, pid: int, sent: list[int]) -> None:
     """Pass signals on and exit as the command does."""
 
     def pass_on(number: int, _: object) -> None:
-        # The process is there, or has told us its end: it holds the other end of the connection.
+        # The process exists or has reported its end: it holds the other end of the connection.
         try:
             os.kill(pid, signal.SIGSTOP if number == signal.SIGTSTP else number)
             if number == signal.SIGTSTP:

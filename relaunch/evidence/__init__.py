@@ -1,1 +1,1 @@
-"""What one piece of evidence says: exits, logs, Xids, DCGM, NVML, health. Pure: knows no jobs."""
+"""Read single pieces of evidence: exits, logs, Xids, DCGM, NVML, health. Pure; knows no jobs."""

@@ -1,4 +1,4 @@
-"""The names of what can be wrong with a generation, and whose fault each is."""
+"""The causes of a generation's faults, and which of them are the job's or the hardware's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Cause(StrEnum):
     APPLICATION = "APPLICATION"
     """The program failed by itself."""
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    """Of a GPU or of the host, and the job's own doing."""
+    """The job ran out of memory of a GPU or of the host."""
     NUMERICS = "NUMERICS"
-    """NaN, infinity, a loss that jumps."""
+    """NaN, infinity, or a loss that jumps."""
     GPU_TRANSIENT = "GPU_TRANSIENT"
-    """A GPU's fault that is over once the program is started again."""
+    """A GPU fault that is over once the program is restarted."""
     GPU_RESET = "GPU_RESET"
-    """A GPU that works again after a reset."""
+    """A GPU fault that a reset of the GPU clears."""
     GPU_FATAL = "GPU_FATAL"
-    """A GPU that needs a reboot, another node, or a technician."""
+    """A GPU fault that needs a reboot, another node, or a technician."""
     GPU_USER_INDUCED = "GPU_USER_INDUCED"
-    """A GPU reports what a program did to it: a page fault, an illegal instruction."""
+    """A GPU error that a program caused: a page fault, an illegal instruction."""
     NETWORK = "NETWORK"
     STORAGE = "STORAGE"
     NODE_FAULT = "NODE_FAULT"
@@ -30,11 +30,11 @@ class Cause(StrEnum):
     """The host does not answer."""
     HANG = "HANG"
     PREEMPTED = "PREEMPTED"
-    """Somebody who may do so took the node or the processes away."""
+    """An authorized user or system took the node or the processes away."""
     PLATFORM = "PLATFORM"
-    """relaunch's own doing, or that of what runs it."""
+    """A fault of relaunch itself, or of the platform that runs it."""
     UNKNOWN = "UNKNOWN"
-    """Nothing readable, or evidence that disagrees."""
+    """No readable evidence, or contradictory evidence."""
 
 
 OWN_CAUSES = (
@@ -46,7 +46,7 @@ OWN_CAUSES = (
     Cause.HANG,
     Cause.UNKNOWN,
 )
-"""Faults that may be the job's own. UNKNOWN is among them, so that a loop nobody can explain still ends."""
+"""Faults that the job itself may have caused; with UNKNOWN, so that unexplained loops end, too."""
 
 HARDWARE_CAUSES = (Cause.GPU_FATAL, Cause.GPU_RESET, Cause.GPU_TRANSIENT, Cause.NODE_FAULT)
-"""Faults that a node's kernel, driver or diagnostics bear witness to, the gravest first."""
+"""Faults that a node's kernel, driver or diagnostics report, the gravest first."""

@@ -1,8 +1,9 @@
-"""What one run of `dcgmi diag -j` says of a node, from what it printed and how it ended.
+"""Interpret one run of `dcgmi diag -j` on a node, from its output and exit code.
 
-It reads DCGM 2 to 4, also where the output is cut short or has other lines before it, and raises for nothing. It judges by
-error id, because NVIDIA's severities changed between versions and its exit code 226 is the same for a setting and for a broken
-GPU. It refuses to call anything healthy that was not examined, or of which it could not read all.
+Reads the output of DCGM 2 to 4, also where it is cut short or preceded by other lines, and never
+raises. Judges by error id, because NVIDIA's severities changed between versions, and exit code 226
+stands for a wrong setting as well as for a broken GPU. Never calls a node healthy that was not
+examined, or whose output could not be read completely.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from relaunch.evidence.findings import Finding, Role, Verdict
 NO_OVERRIDES: Mapping[int, Advice] = MappingProxyType({})
 
 GRAVITY = (Advice.RMA, Advice.ISOLATE, Advice.RESET, Advice.RETRY, Advice.INCONCLUSIVE, Advice.CONFIG_ERROR, Advice.HEALTHY)
-"""The gravest first, and the gravest wins. Broken hardware stays broken whatever else went wrong, and what needs replacing also needs
-isolating. RETRY beats INCONCLUSIVE because repeating costs minutes and may settle both. CONFIG_ERROR comes after them because it says
-that nothing worse was found, which nobody can say of a run that is not understood."""
+"""Advice by gravity, the gravest first; the gravest wins.
+
+Broken hardware stays broken whatever else went wrong, and hardware to be replaced must also be
+isolated. RETRY comes before INCONCLUSIVE because a repetition takes only minutes and may resolve
+both. CONFIG_ERROR comes after them because it implies that nothing worse was found, which cannot be
+said of a run that was not understood.
+"""
 
 _VERDICTS = {Advice.HEALTHY: Verdict.HEALTHY} | dict.fromkeys((Advice.RESET, Advice.ISOLATE, Advice.RMA), Verdict.UNHEALTHY)
 
-# A setting such as persistence mode was as it is before the fault, so it is shown and blamed for nothing.
+# A setting such as persistence mode was the same before the fault, so it is shown but not blamed.
 _ROLES: dict[Advice, tuple[Role, Cause | None]] = {
     Advice.RMA: (Role.ROOT, Cause.GPU_FATAL),
     Advice.ISOLATE: (Role.ROOT, Cause.GPU_FATAL),
@@ -40,30 +45,34 @@ _ROLES: dict[Advice, tuple[Role, Cause | None]] = {
     Advice.HEALTHY: (Role.INFORMATION, None),
 }
 
-# NVIDIA/DCGM dcgmlib/dcgm_errors.h: one enum up to 3.2.6, another since 3.3.1, and the same integers in both.
+# NVIDIA/DCGM dcgmlib/dcgm_errors.h: one enum up to 3.2.6, another since 3.3.1; both use the same
+# integers.
 _SEVERITIES_SINCE_3_3 = ("NONE", "MONITOR", "ISOLATE", "UNKNOWN", "TRIAGE", "CONFIG", "RESET")
 _SEVERITIES_BEFORE = ("MONITOR", "ISOLATE", "UNKNOWN")
 _BY_SEVERITY = {"ISOLATE": Advice.ISOLATE, "RESET": Advice.RESET, "CONFIG": Advice.CONFIG_ERROR}
 
-# Up to 3.2.6 the deployment checks recorded a text without an id; these checks have one error each (nvvs Software.cpp, 3.1.8).
+# Up to 3.2.6 the deployment checks recorded a text without an id; each of these checks has only one
+# error (nvvs Software.cpp, 3.1.8).
 _ID_BY_CHECK = {"Persistence Mode": 29, "Environment Variables": 28, "Graphics Processes": 25, "Inforom": 9}
 
-_MAX_FINDINGS = 64  # four on each of sixteen GPUs; they travel in a job's history
+_MAX_FINDINGS = 64  # four on each of sixteen GPUs; they are stored in a job's history
 _ISOLATE_EXIT, _ERROR_EXIT = 205, 226
 _OTHER_EXITS = {126: "dcgmi may not be executed", 127: "dcgmi is not installed", 254: "dcgmi ended with an exception"}
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
+    """The result of one run of `dcgmi diag`."""
+
     verdict: Verdict
     advice: Advice
     reason: str
     findings: tuple[Finding, ...]
     """The gravest first."""
     version: str
-    """Of DCGM; empty where it could not be read."""
+    """DCGM's version; empty where it could not be read."""
     tests_run: int
-    """Tests that were executed on anything at all, skipped ones not counted."""
+    """Number of tests that were executed on at least one entity; skipped ones do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +87,15 @@ class _Error:
 
 @dataclass(slots=True)
 class _Reading:
-    """What is gathered while a document is walked."""
+    """What was collected from one document."""
 
     modern: bool | None
-    """Whether severities are of the enum since 3.3; None where the version is not known."""
+    """Whether severities use the enum since 3.3; None where the version is not known."""
     errors: list[_Error] = field(default_factory=list)
     unclear: list[str] = field(default_factory=list)
-    """What could not be read or does not explain itself: always in the way of a healthy verdict."""
+    """What could not be read or gives no reason; it always prevents a healthy verdict."""
     unexamined: list[str] = field(default_factory=list)
-    """What was not run. A recorded error explains it, because DCGM skips the rest after one."""
+    """What was not run. Ignored if an error was recorded, because DCGM skips the rest after one."""
     runtime_error: str | None = None
     tests_run: int = 0
     skipped: int = 0
@@ -94,13 +103,15 @@ class _Reading:
 
 
 def read_diag(stdout: str, exit_code: int | None, catalog_overrides: Mapping[int, Advice] = NO_OVERRIDES, *, level: int = 1) -> Examination:
-    """Read one run of `dcgmi diag -r LEVEL -j`.
+    """Return the result of one run of `dcgmi diag -r LEVEL -j`.
 
     Args:
-        stdout: What it printed.
-        exit_code: How it ended: None where it was killed, for instance because it took too long; negative for a signal.
-        catalog_overrides: By error id, what the user wants done instead of what the table says.
-        level: What was asked for. A document does not name it, and one of level 3 in which only level 1 ran looks like a whole one.
+        stdout: Its output.
+        exit_code: Its exit code; negative for a signal; None where it was killed, for instance
+            because it took too long.
+        catalog_overrides: By error id, the user's advice in place of the table's.
+        level: The requested level. A document does not name it, and a document of level 3 in which
+            only level 1 was run looks like a complete one.
     """
     documents, whole = read_output(stdout)
     readings = [_read(document, level) for document in documents]
@@ -148,7 +159,7 @@ def _reason(reasons: list[tuple[Advice, str]], readings: list[_Reading]) -> str:
     return "; ".join(clauses[:2]) + (f"; {len(clauses) - 2} more" if len(clauses) > 2 else "")
 
 
-# --- what a document says
+# --- reading a document
 
 
 def _read(document: Document, level: int) -> _Reading:
@@ -159,7 +170,7 @@ def _read(document: Document, level: int) -> _Reading:
         if "test_categories" not in body:
             return reading
     hardware_listed = hardware_run = False
-    on_gpus: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # by whether only software was checked
+    on_gpus: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # key: whether only software was checked
     for category in _objects(body.get("test_categories"), "test_categories", reading):
         software = category.get("category") == "Deployment"
         if not isinstance(category.get("category"), str):
@@ -170,7 +181,7 @@ def _read(document: Document, level: int) -> _Reading:
             hardware_run |= ran and not software
             reading.tests_run += ran
             reading.skipped += not ran
-            if not software or document.is_4:  # version 3 names a GPU in a deployment check only to complain of it
+            if not software or document.is_4:  # version 3 names a GPU in a deployment check only in an error
                 for gpu, executed in gpus.items():
                     on_gpus[software][gpu] = on_gpus[software].get(gpu, False) or executed
     reading.gpus = {gpu for gpu, executed in on_gpus[not hardware_listed].items() if executed}
@@ -184,7 +195,7 @@ def _read(document: Document, level: int) -> _Reading:
 
 
 def _read_test(test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool) -> tuple[bool, dict[str, bool]]:
-    """Whether it was executed on anything, and on which GPUs it was and was not."""
+    """Return whether a test was executed on anything, and for each GPU whether it was."""
     name = _text(test.get("name"))
     if not name:
         reading.unclear.append("a test has no readable name")
@@ -199,14 +210,15 @@ def _read_test(test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool
         if executed and _text(result["status"]).lower() != "pass":
             failed.append(where)
         for error in _errors(result, gpu, where, name, reading):
-            # Version 3 puts the deployment errors of all GPUs into one result, under the last one's id (dcgmi/Diag.cpp, 3.3.9).
+            # Version 3 puts the deployment errors of all GPUs into one result, under the id of the
+            # last GPU (dcgmi/Diag.cpp, 3.3.9).
             named = _gpu_in(error.text) if deployment_of_3 else None
             reading.errors.append(_Error(error.id, error.severity, error.text, named, f"GPU {named}") if named else error)
     summary = test.get("test_summary")
     if isinstance(summary, dict):
         known = {(error.id, error.text) for error in reading.errors[before:]}
         for error in _errors(summary, None, "", name, reading):
-            if (error.id, error.text) not in known:  # it repeats those of the results, and alone has those of no entity
+            if (error.id, error.text) not in known:  # it repeats the results' errors; only those of no entity are new
                 gpu = _gpu_in(error.text)
                 reading.errors.append(_Error(error.id, error.severity, error.text, gpu, f"GPU {gpu}" if gpu else ""))
         if not failed and _text(summary.get("status")).lower() in {"fail", "warn"}:
@@ -221,14 +233,14 @@ def _read_test(test: dict[str, Any], reading: _Reading, *, deployment_of_3: bool
 
 
 def _errors(holder: dict[str, Any], gpu: str | None, where: str, test: str, reading: _Reading) -> Iterator[_Error]:
-    """Those recorded beside a status, whatever the status is: an error under Pass is an error."""
+    """Yield the errors recorded beside a status, whatever it is: an error under Pass counts."""
     recorded = holder.get("warnings")
     for item in recorded if isinstance(recorded, list) else [recorded]:
-        if isinstance(item, str):  # up to 3.2.6: the text alone, and the id beside it from 3.2 on
+        if isinstance(item, str):  # up to 3.2.6: only the text; since 3.2 with the id beside it
             item = {"warning": item, "error_id": holder.get("error_id")}  # noqa: PLW2901 (one form from here on)
         if isinstance(item, dict):
             text = _text(item.get("warning")) or _text(item.get("warnings"))  # 3.3: the plural, in deployment checks
-            code = _number(item.get("error_id")) or _ID_BY_CHECK.get(test)  # 0 stands for "no error", which a warning is not
+            code = _number(item.get("error_id")) or _ID_BY_CHECK.get(test)  # 0 means "no error", which does not apply to a warning
             yield _Error(code, _number(item.get("error_severity")), text, gpu, where)
         elif item is not None:
             reading.unclear.append(f"{where or 'the node'}: a warning of {test} cannot be read")
@@ -242,7 +254,7 @@ def _executed(status: object, what: str, reading: _Reading) -> bool:
 
 
 def _entity(result: dict[str, Any]) -> tuple[str | None, str]:
-    """The GPU's index where it is about a GPU, and what it is about in words."""
+    """Return the index of the GPU that a result is about (None: no GPU), and the entity's name."""
     group, number = result.get("entity_group_id"), _number(result.get("entity_id"))
     if number is None:
         number = _number(result.get("gpu_id", result.get("gpu_ids")))  # version 3: a string, or an integer in a deployment check
@@ -265,7 +277,7 @@ def _objects(value: object, what: str, reading: _Reading) -> Iterator[dict[str, 
             reading.unclear.append(f"an entry of {what} cannot be read")
 
 
-# --- what it asks for
+# --- advice
 
 
 def _advice(error: _Error, reading: _Reading, overrides: Mapping[int, Advice]) -> Advice:
@@ -284,13 +296,13 @@ def _row(error: _Error) -> DcgmErrorRow | None:
 
 
 def _ended(exit_code: int | None, readings: list[_Reading], runtime_error: str | None, *, explained: bool) -> tuple[Advice, str] | None:
-    """What the exit code adds to what the output says; None where it adds nothing."""
+    """Return what the exit code adds to the output; None where it adds nothing."""
     if exit_code is None:
         return Advice.INCONCLUSIVE, "dcgmi diag did not finish"
     if exit_code == 0 or (exit_code == _ERROR_EXIT and explained):
         return None
     if exit_code == _ISOLATE_EXIT and any(_isolates(error, reading) for reading in readings for error in reading.errors):
-        return None  # what it means was read with the error, and may be less: a library that is missing, or what the user overrides
+        return None  # the error itself was judged, perhaps as less grave: a missing library, or a user's override
     row = dcgm_exits().get(exit_code)
     if row is not None:
         detail = f" ({shorten(runtime_error, 200)})" if runtime_error else ""
@@ -302,7 +314,7 @@ def _ended(exit_code: int | None, readings: list[_Reading], runtime_error: str |
 
 
 def _isolates(error: _Error, reading: _Reading) -> bool:
-    """Whether this error is why the exit code asks for isolation, in the version that recorded it."""
+    """Return whether this error makes its version's exit code ask for isolation."""
     row = _row(error)
     if row is None:
         return False
@@ -316,11 +328,11 @@ def _is_modern(document: Document) -> bool | None:
     return (int(found[1]), int(found[2])) >= (3, 3) if found else (True if document.is_4 else None)
 
 
-# --- in words
+# --- text for people
 
 
 def _sentence(alike: list[_Error]) -> str:
-    """One for all GPUs on which the same was found."""
+    """Return one sentence for all entities with the same error."""
     error = alike[0]
     gpus = sorted({other.gpu for other in alike if other.gpu is not None}, key=int)
     others = list(dict.fromkeys(other.where for other in alike if other.gpu is None and other.where))
@@ -346,7 +358,7 @@ def _findings(judged: list[tuple[Advice, _Error]], ended: tuple[Advice, str] | N
     if ended and exit_code is not None:
         role, cause = _ROLES[ended[0]]
         findings.append((ended[0], Finding("dcgm", f"dcgmi exit {exit_code}", role, ended[1], cause)))
-    ordered = sorted(findings, key=lambda pair: GRAVITY.index(pair[0]))  # stable: among equals as DCGM recorded them
+    ordered = sorted(findings, key=lambda pair: GRAVITY.index(pair[0]))  # stable: equals stay in DCGM's order
     return tuple(dict.fromkeys(finding for _, finding in ordered))[:_MAX_FINDINGS]
 
 
@@ -355,7 +367,7 @@ def _code(error: _Error) -> str:
 
 
 def _gpus(indices: list[str]) -> str:
-    """`GPU 3`, `GPUs 0-7`, `GPUs 0-2, 5`."""
+    """Return GPU indices as text: `GPU 3`, `GPUs 0-7`, `GPUs 0-2, 5`."""
     runs: list[list[int]] = []
     for index in map(int, indices):
         if runs and index == runs[-1][-1] + 1:
@@ -378,5 +390,5 @@ def _number(value: object) -> int | None:
 
 
 def _text(value: object) -> str:
-    """One line that any encoder takes: DCGM's texts hold whatever a driver wrote."""
+    """Return a text as one line that any encoder accepts: it may hold any output of a driver."""
     return " ".join(value.encode("utf-8", "replace").decode().split()) if isinstance(value, str) else ""

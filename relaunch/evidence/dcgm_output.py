@@ -1,7 +1,7 @@
-"""Finds the JSON documents of `dcgmi diag -j` in what it printed.
+"""Find the JSON documents of `dcgmi diag -j` in its output.
 
-Other lines may come before or between, and the end may be missing; a prefix that can be read is read, and said to be one.
-What the documents mean is `dcgm`'s.
+Other lines may come before or between, and the end may be missing; a readable prefix is read, and
+reported as incomplete. `dcgm` interprets the documents.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ _MAX_STARTS = 64  # braces in other lines before the document; each costs one at
 
 @dataclass(frozen=True, slots=True)
 class Document:
+    """One JSON document, the result of one iteration."""
+
     body: dict[str, Any]
-    """What is below the root key: categories of tests, or a runtime error."""
+    """The value of the root key: categories of tests, or a runtime error."""
     is_4: bool
     version: str
     gpus: frozenset[str]
-    """Those that it says it was run for, by index; empty where it does not list them."""
+    """Indices of the GPUs for which it was run; empty where it does not list them."""
 
 
 def read_output(stdout: str) -> tuple[tuple[Document, ...], bool]:
-    """Its documents, one for each iteration, and whether nothing of them is missing."""
+    """Return the documents of an output, one for each iteration, and whether they are complete."""
     found, whole = _find(stdout)
     if found is None:
         return (), False
@@ -93,7 +95,7 @@ def _is_ours(found: object) -> bool:
 
 
 def _closed(text: str) -> str:
-    """Its longest beginning that ends after a whole value, with every open bracket closed."""
+    """Return the longest prefix that ends after a whole value, with all open brackets closed."""
     stack: list[str] = []
     cut, closing = 0, ""
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{},]', text, re.DOTALL):

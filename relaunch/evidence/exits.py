@@ -1,4 +1,4 @@
-"""What the end of a process is evidence of: its exit code or signal, the lines it printed last, and why ECS stopped its task."""
+"""Read the end of a process: exit code or signal, last log lines, and why ECS stopped its task."""
 
 from __future__ import annotations
 
@@ -13,23 +13,30 @@ from relaunch.evidence.findings import Finding, Role
 
 SIGKILL = 9
 NEGATED = (4, 6, 7, 8, 9, 11, 15)
-"""Signals that Python programs pass on as `sys.exit(-n)`, which the kernel makes 256 - n. Others are as likely codes of their own."""
+"""Signals that Python programs pass on as `sys.exit(-n)`, which the kernel turns into 256 - n.
+
+For other signals, 256 - n is as likely to be an unrelated exit code.
+"""
 LONGEST = 2000
-"""Characters of a line that are looked at: the words that name a fault stand at its start, and patterns take time."""
+"""Characters of a line that are searched: faults are named near its start; matching takes time."""
 EXCERPT = 200
 
 _RANK = re.compile(r"^\s*(?:\[(?:rank|default)\d+\]:\s?)+")
-"""How torch and torchrun mark whose line it is."""
+"""The prefix with which torch and torchrun mark a rank's line."""
 
 
 def read_exit(
     exit_code: int | None, signal: int | None, *, stopped: bool, kernel: tuple[Finding, ...], pid: int | None, catalog: Catalog
 ) -> Finding:
-    """Read an exit in the light of what the node's kernel said.
+    """Return the finding of a process's exit, together with the findings of its node's kernel log.
 
     Args:
-        stopped: We ended the process ourselves.
-        kernel: Findings of the same node since this launch.
+        exit_code: The process's exit code; negative for a signal; None: not known.
+        signal: The signal that ended it, if one did.
+        stopped: Whether relaunch stopped the process itself.
+        kernel: Findings of the same node's kernel log since this launch.
+        pid: The process's pid, if known.
+        catalog: The catalog with the user's overrides.
     """
     if signal is None and exit_code is not None and exit_code < 0:
         signal = -exit_code
@@ -61,9 +68,11 @@ def _of_row(row: ExitRow | None, code: str, how: str, pid: int | None, *, by_sig
 
 
 def _killed_for_memory(kernel: tuple[Finding, ...], pid: int | None, *, direct: bool) -> Finding | None:
-    """Find the kernel's word that it killed this process, or where its pid cannot be in it, a process that looks like a rank.
+    """Return the kernel's finding that it killed this process for memory; None: there is none.
 
-    A process that itself exits with 137 was not killed: one beneath it was, whose pid nobody here knows.
+    Where the killed process's pid is not known, a finding about a process that looks like a rank is
+    returned. A process that exits with code 137 was not killed itself: a child of it was, whose pid
+    is not known here.
     """
     kills = [found for found in kernel if found.code == "oom-kill"]
     named = next((kill for kill in kills if pid is not None and kill.pid == pid), None)
@@ -73,7 +82,7 @@ def _killed_for_memory(kernel: tuple[Finding, ...], pid: int | None, *, direct: 
 
 
 def _signal_within(exit_code: int) -> int | None:
-    """The signal that a shell (128 + n) or a Python program (256 - n) passes on as its exit code."""
+    """Return the signal that a shell (128 + n) or a Python program (256 - n) exits with as code."""
     if exit_code - 128 in SIGNALS:
         return exit_code - 128
     return 256 - exit_code if 256 - exit_code in NEGATED else None
@@ -84,7 +93,10 @@ def signal_name(number: int) -> str:
 
 
 def read_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
-    """One finding for each line that a row of the catalog matches, in the order of the lines; advice is dropped."""
+    """Return one finding for each line that a catalog row matches, in the order of the lines.
+
+    Lines that only give advice are dropped.
+    """
     found = []
     for text in lines:
         for line in text.splitlines():
@@ -107,11 +119,15 @@ def _log_line(line: str, catalog: Catalog) -> Finding | None:
 
 
 def read_ecs_stop(stop_code: str | None, reason: str, exit_code: int | None, catalog: Catalog) -> Finding:
-    """Read why ECS stopped a task; one that ended by itself is read by its exit code.
+    """Return the finding of why ECS stopped a task.
+
+    A task that ended by itself is read by its exit code.
 
     Args:
-        reason: The task's, and those of its containers.
-        exit_code: Of the container that trains; None where there is none, which is no success.
+        stop_code: The stop code that ECS gives; None: none.
+        reason: The reason of the task and those of its containers.
+        exit_code: Exit code of the container that trains; None: it has none, and did not succeed.
+        catalog: The catalog with the user's overrides.
     """
     what = f"ECS {stop_code or 'without a stop code'}"
     said = f" ({reason[:EXCERPT]})" if reason else ""

@@ -1,6 +1,7 @@
-"""Values out of what a node answered.
+"""Read values from a node's answer.
 
-It may be of another version, or lie: whatever is missing or mistyped is unreadable, never an error and never a zero.
+The node may run another version or send wrong data: a missing or mistyped value counts as
+unreadable, never as an error and never as zero.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 LONGEST = 300
-"""Characters of any text that is kept: it goes into reasons, and those into histories."""
+"""Characters kept of any text: it goes into reasons, which are stored in workflow histories."""
 MOST = 2**63
-"""Counters are 64 bits wide on every node; more is no counter."""
+"""Limit of a counter: counters have at most 64 bits on every node; a larger value is invalid."""
 MOST_GPUS = 64
-"""Four times what the largest nodes have; a longer answer is none."""
+"""Four times the number in the largest nodes; a longer answer is invalid."""
 LATEST = 253402300799
-"""The end of the year 9999: no date can hold more."""
+"""Unix seconds of the end of the year 9999, the latest that a datetime can hold."""
 
 
 def text(value: object, longest: int = LONGEST) -> str:
-    """One line that any encoder takes; empty where it is no text."""
+    """Return a text as one line that any encoder accepts; empty where the value is not a text."""
     if not isinstance(value, str):
         return ""
     line = " ".join(value[: 8 * longest].encode("utf-8", "replace").decode().split())
@@ -28,7 +29,7 @@ def text(value: object, longest: int = LONGEST) -> str:
 
 
 def last_line(value: object) -> str:
-    """The last line with anything on it, which is where tools say what went wrong."""
+    """Return the last line that is not blank, where tools say what went wrong."""
     lines = [line for line in value[-8192:].splitlines() if line.strip()] if isinstance(value, str) else []
     return text(lines[-1]) if lines else ""
 
@@ -38,19 +39,19 @@ def count(value: object) -> int | None:
 
 
 def moment(value: object) -> datetime | None:
-    """Unix time."""
+    """Return the date of a Unix time in seconds; None where the value is invalid."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LATEST:
         return None
     return datetime.fromtimestamp(value, UTC)
 
 
 def fields(value: object) -> Mapping[str, Any] | None:
-    """An object that was read, None where it says that it was not."""
+    """Return an object that the node could read; None where it is missing or says unreadable."""
     return value if isinstance(value, Mapping) and "unreadable" not in value else None
 
 
 def unreadable(value: object) -> str:
-    """Why it was not read: in the node's own words, if it has any."""
+    """Return why a value was not read, in the node's own words if it gave any."""
     if isinstance(value, Mapping) and "unreadable" in value:
         return text(value["unreadable"]) or "it does not say why"
     return "the node's answer lacks it" if value is None else "the node's answer makes no sense there"

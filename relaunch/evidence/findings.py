@@ -1,6 +1,6 @@
-"""One reading of one piece of evidence, whatever it came from, and the verdict on an examined node.
+"""Findings, each the reading of one piece of evidence, and the verdict on an examined node.
 
-The readers are `kernel_log`, `dcgm` and `exits`; weighing findings against each other is `diagnose`'s.
+The readers are `kernel_log`, `dcgm` and `exits`; `diagnose` weighs findings against each other.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from relaunch.evidence.causes import Cause
 
 
 class Role(StrEnum):
-    """What a finding says about the fault. Roles matter more than matches: most lines of a dying job are echoes."""
+    """What a finding says about the fault.
+
+    Roles matter more than matches, because most lines of a failing job are echoes.
+    """
 
     ROOT = "root"
     """It may be the cause."""
     SYMPTOM = "symptom"
-    """Something is wrong and this does not say what, such as a collective that timed out."""
+    """Something is wrong, but this does not say what, such as a collective that timed out."""
     CASCADE = "cascade"
-    """Seen because another rank or GPU failed: never a cause."""
+    """A consequence of the failure of another rank or GPU: never a cause."""
     CONFIRMATION = "confirmation"
-    """Makes another finding certain, such as the kernel's note that it killed a process for memory."""
+    """Confirms another finding, such as the kernel's line that it killed a process for memory."""
     WRAPPER = "wrapper"
-    """Says only that something beneath has failed."""
+    """Says only that a child process or an inner call has failed."""
     INFORMATION = "information"
     """Worth showing, nothing to act on."""
 
 
 class Verdict(StrEnum):
-    """Of one examined node. Unknown is never healthy, and never unhealthy."""
+    """The verdict on one examined node. UNKNOWN is never treated as healthy or as unhealthy."""
 
     HEALTHY = "HEALTHY"
     UNHEALTHY = "UNHEALTHY"
@@ -44,15 +47,19 @@ Source = Literal["kernel", "dcgm", "nvml", "node", "log", "exit", "error_file", 
 class Finding:
     source: Source
     code: str
-    """What a policy or a budget can name: `Xid 79`, `SXid 20034`, `DCGM 80`, `exit 137`, `SIGSEGV`, `log cuda_oom`, `oom-kill`."""
+    """The code that a policy or a budget can name.
+
+    For example `Xid 79`, `SXid 20034`, `DCGM 80`, `exit 137`, `SIGSEGV`, `log cuda_oom` or
+    `oom-kill`.
+    """
     role: Role
     reason: str
-    """A clause for a person, with what matters of the raw text."""
+    """A clause for people, with the relevant part of the raw text."""
     cause: Cause | None = None
-    """What it is evidence of; None where it is evidence of nothing by itself."""
+    """The cause that it is evidence of; None where by itself it is evidence of none."""
     gpu: str | None = None
     """As the source names it: a PCI address (`0000:05:00`) or an index (`5`)."""
     pid: int | None = None
-    """Of the process the source names, where it names one."""
+    """The pid of the process that the source names, where it names one."""
     at: float | None = None
-    """Seconds by the source's own clock (a kernel's uptime), for order among findings of the same source only."""
+    """Seconds by the source's clock (a kernel's uptime), to order its findings only."""

@@ -1,6 +1,7 @@
-"""The verdict on one node: what its probe and its `dcgmi diag` say together, the gravest first.
+"""Judge the health of one node from its probe and its `dcgmi diag`, the gravest findings first.
 
-Healthy is only a node of which everything was read that had to be. It says nothing of what to do.
+A node is healthy only if everything required was read. What to do about the verdict is not decided
+here.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ __all__ = [
 ]
 
 SICK = (Cause.GPU_FATAL, Cause.GPU_RESET, Cause.NODE_FAULT)
-"""Causes that a node is unhealthy for. Networks, file servers and programs fail on healthy nodes, and what is transient is over."""
+"""Causes that make a node unhealthy.
+
+Networks, file servers and programs fail on healthy nodes, and a transient fault is already over.
+"""
 NOT_DIAGNOSED = "dcgmi diag was not run"
 NOT_PROBED = "nothing reads it from within, and its health check was not run"
-"""Of a node on which nothing of ours runs: what there is to know of it is the exit code of a health check."""
+"""For a node without an agent, of which only the exit code of a health check can be known."""
 MAX_FINDINGS = 64
 LONGEST_ID = 200
-"""Of a repair or an examination: the longest names of a fleet and a node, and a run."""
+"""Characters of the id of a repair or examination: the longest fleet and node names, and a run."""
 MAX_NAMED = 8
-"""Of those who hold a node; the rest are counted."""
+"""Maximum number of named users of a node; the others are counted."""
 MAX_REBOOTS = 20
-"""Of a node's journal, the newest: what agents send."""
+"""Maximum number of entries of a node's reboot journal, the newest: as many as agents send."""
 
 _ROLES = tuple(Role)
 _BOOT_ID = re.compile(r"[!-~]{1,128}")
@@ -51,47 +55,52 @@ _BOOT_ID = re.compile(r"[!-~]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Reboot:
-    """An entry of a node's own journal."""
+    """An entry of the reboot journal that a node keeps."""
 
     at: datetime
     """By the node's clock."""
     reason: str
     id: str = ""
-    """Of the repair that ordered it."""
+    """Id of the repair that ordered it."""
     boot_id: str = ""
-    """The boot it ended."""
+    """Id of the boot that it ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
+    """The health of one node, with its evidence."""
+
     verdict: Verdict
     reason: str
-    """What made it so, the gravest first; of a healthy node what was examined."""
+    """The reasons for the verdict, the gravest first; for a healthy node, what was examined."""
     findings: tuple[Finding, ...] = ()
     """The gravest first."""
     gpus: tuple[str, ...] = ()
-    """Bus ids of the GPUs it is unhealthy for."""
+    """Bus ids of the GPUs that make the node unhealthy."""
     boot_id: str = ""
     """Empty: not read."""
     busy: tuple[str, ...] = ()
-    """Who holds the node, as far as can be told: `job llama generation 3`, `pid 4242 uses GPU 0000:05:00`; empty: it is free."""
+    """Known users of the node; empty: it is free.
+
+    For example `job llama generation 3`, `pid 4242 uses GPU 0000:05:00`.
+    """
     reboots: tuple[Reboot, ...] = ()
-    """The oldest first, of the node's own journal."""
+    """Entries of the node's reboot journal, the oldest first."""
     journal_unread: str = ""
-    """Why its journal of reboots cannot be read, which is not the same as no reboots; empty: it was."""
+    """Why its reboot journal cannot be read (not the same as no reboots); empty: it was read."""
     held: str = ""
-    """Id of the examination or repair that holds the node now; it is among `busy`, too."""
+    """Id of the examination or repair that holds the node now; it is also in `busy`."""
     clock: datetime | None = None
-    """The node's own."""
+    """The time by the node's clock."""
     uptime: float | None = None
-    """Seconds that this boot has lasted, by the node's CLOCK_BOOTTIME; None: not read."""
+    """Seconds since boot, by the node's CLOCK_BOOTTIME; None: not read."""
     working: int | None = None
-    """GPUs that NVML reads; None: it could not be asked."""
+    """Number of GPUs that NVML can read; None: NVML could not be queried."""
     seen: tuple[str, ...] = ()
     """Bus id of each GPU by its index; empty where it is not known."""
     examined: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    """What is in the way of calling it healthy."""
+    """What could not be read, which prevents the verdict HEALTHY."""
 
 
 def read_health(
@@ -103,15 +112,16 @@ def read_health(
     catalog: Catalog,
     unread: str = "",
 ) -> Health:
-    """Judge a node by what it answered.
+    """Return the health of a node from its answers.
 
     Args:
         facts: The answer to a probe; None where there was none.
-        diag: The answer to diagnose, a refusal as `{"refused": why, "reason": …}`; None where it was not asked. Where it comes from a
-            health check that tells by its exit code alone, `{"contract": "healthy" | "faulty" | "inconclusive", "reason": …}`.
-        expected_gpus: What the fleet file says.
-        level: Of `dcgmi diag`; 0: it is not asked for.
-        catalog: With the user's overrides.
+        diag: The answer to diagnose, a refusal as `{"refused": why, "reason": …}`; None where it
+            was not requested. From a health check that reports by its exit code alone:
+            `{"contract": "healthy" | "faulty" | "inconclusive", "reason": …}`.
+        expected_gpus: The number of GPUs in the fleet file.
+        level: The level of `dcgmi diag`; 0: it is not required.
+        catalog: The catalog with the user's overrides.
         unread: Why there is no answer to the probe.
     """
     if not isinstance(facts, Mapping) or facts.get("outcome") != "done":
@@ -127,7 +137,7 @@ def read_health(
 
 
 def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: Catalog) -> Health:
-    """The verdict with what `dcgmi diag` says besides."""
+    """Return the health of a probed node with the result of `dcgmi diag` added."""
     health = replace(health, unread=tuple(clause for clause in health.unread if clause != NOT_DIAGNOSED))
     if diag.get("outcome") == "done" and "contract" in diag:
         return _by_contract(health, diag)
@@ -152,10 +162,14 @@ def with_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: C
 
 
 def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
-    """The verdict with what an exit code says: 0 healthy, 1 faulty, and every other one nothing."""
+    """Return the health with a health check's exit code added.
+
+    0: healthy, 1: faulty, any other: inconclusive.
+    """
     reason = text(diag.get("reason")) or "no reason given"
     unread = tuple(clause for clause in health.unread if clause != NOT_PROBED)
-    # It cannot tell a boot id, unless that of EC2. One that the node ended is killed, and that is inconclusive.
+    # A health check reports no boot id, or only that of EC2. If the node goes down during it, the
+    # check is killed, which is inconclusive.
     if diag.get("boot_id", health.boot_id) != health.boot_id:
         return _judged(replace(health, unread=(*unread, "it is not the same boot that was probed and diagnosed")))
     match diag["contract"]:
@@ -168,7 +182,7 @@ def _by_contract(health: Health, diag: Mapping[str, Any]) -> Health:
             return _judged(replace(health, unread=(*unread, f"its health check says nothing: {reason}")))
 
 
-# --- what the probe says
+# --- reading the probe
 
 
 def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
@@ -204,7 +218,7 @@ def _probed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health
 
 
 def _unprobed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Health:
-    """Of a node that only others tell of: its scheduler, and who runs its machine."""
+    """Return the health of a node without a probe, from its scheduler and its machine's owner."""
     boot_id = facts.get("boot_id")
     known = isinstance(boot_id, str) and _BOOT_ID.fullmatch(boot_id)
     registered = count(facts.get("ecs_gpus"))
@@ -223,7 +237,7 @@ def _unprobed(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> Heal
 
 
 def _shared(facts: Mapping[str, Any], boot_id: str, users: tuple[str, ...]) -> Health:
-    """Who has the node, and when it was rebooted."""
+    """Return the part common to all nodes: users of the node and its reboots, without a verdict."""
     reboots = _reboots(facts.get("reboots"))
     held = facts.get("held", "")
     busy = (*_jobs(facts.get("jobs")), *_holder(held), *users)
@@ -304,7 +318,10 @@ def _judged(health: Health, diag: Examination | None = None, level: int = 0) -> 
 
 
 def _reasons(sick: list[Finding], diag: Examination | None, level: int) -> list[str]:
-    """One clause for all that DCGM found, in its own order of gravity, among those of the others."""
+    """Return the reasons of an unhealthy node, with one clause for all of DCGM's findings together.
+
+    DCGM orders its own findings by gravity.
+    """
     said = f"dcgmi diag -r {level}: {diag.reason}" if diag is not None else ""
     reasons = [said if finding.source == "dcgm" and said else finding.reason for finding in sick]
     return reasons or [said]
@@ -316,7 +333,10 @@ def _symptoms(findings: tuple[Finding, ...]) -> list[str]:
 
 
 def _clauses(clauses: list[str]) -> str:
-    """The first two, the rest counted: a node with eight GPUs in trouble says everything eight times."""
+    """Return the first two clauses and the number of the others.
+
+    A node with eight faulty GPUs reports everything eight times.
+    """
     different = list(dict.fromkeys(clauses))
     return "; ".join(different[:2]) + (f"; {len(different) - 2} more" if len(different) > 2 else "")
 

@@ -1,6 +1,7 @@
-"""What a node's kernel log is evidence of: first line by line, then the lines about one GPU together, as NVIDIA's workflows read them.
+"""Read a node's kernel log: first line by line, then all lines about one GPU together.
 
-A code that the catalog does not know is a symptom, never a cause.
+The second step follows NVIDIA's workflows. A code that is not in the catalog is a symptom, never a
+cause.
 """
 
 from __future__ import annotations
@@ -44,16 +45,19 @@ KERNEL_MARKS: tuple[str, ...] = (
     " was lost",
     "blocked for more than",
 )
-"""A line without any of these is no evidence. Agents look for the same before they send a line."""
+"""A line without any of these is no evidence. Agents use the same list to select lines to send."""
 
 EXCERPT = 120
-"""Characters of a line in a reason: what precedes the registers fits."""
+"""Characters of a line in a reason: enough for the text before the register values."""
 LONGEST = 1024
-"""Characters of a line that are looked at: the kernel itself prints no longer ones."""
+"""Characters of a line that are searched: the kernel itself prints no longer lines."""
 
 PREEMPTIVE_REMOVAL, DOUBLE_BIT, REMAPPED, CONTAINED, ACTION_CHANGED = 45, 48, (63, 64), (94, 95), 154
 SYMPATHY = frozenset((48, 140, 171, 172, *NVLINK_XIDS))
-"""What memory errors 94 and 95 are reported in sympathy with, by NVIDIA's table for 144 to 150 and its workflow for 48."""
+"""Xids that memory errors 94 and 95 may accompany ("in sympathy").
+
+Source: NVIDIA's table for 144 to 150 and its workflow for 48.
+"""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<gpu>[0-9a-fA-F]+(?::[0-9a-fA-F]+)+)(?:\.\d)?[^)]*\): (?P<code>\d+)(?:,|$)\s*(?P<rest>.*)")
 _REST = re.compile(r"(?:pid='?(?P<pid>[^,']*)'?,?\s*)?(?:name=(?P<name>[^,]*),?\s*)?(?P<text>.*)", re.DOTALL)
@@ -63,11 +67,13 @@ _ACTION = re.compile(r"changed from .* to (0x[0-9a-fA-F]+)")
 
 @dataclass(frozen=True, slots=True)
 class _Read:
+    """The finding of one line, with what the workflows need."""
+
     finding: Finding
     row: XidRow | None = None
-    """Of an Xid that workflows apply to."""
+    """The catalog's row, for an Xid to which workflows apply."""
     action: RecoveryAction | None = None
-    """Of an Xid 154 that can be read."""
+    """The recovery action, for an Xid 154 that could be read."""
 
     @property
     def code(self) -> int:
@@ -82,7 +88,7 @@ def kernel_evidence(line: str) -> bool:
 
 
 def read_kernel_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ...]:
-    """One finding for each line that is evidence, in the order of the lines."""
+    """Return one finding for each line that is evidence, in the order of the lines."""
     read = [found for line in lines if kernel_evidence(line) and (found := _line(line[:LONGEST], catalog))]
     of_gpu: dict[str, list[int]] = {}
     for index, each in enumerate(read):
@@ -136,7 +142,7 @@ def _xid(found: re.Match[str], at: float | None, catalog: Catalog) -> _Read:
 def _nvlink(row: XidRow, text: str, catalog: Catalog) -> tuple[Role, Cause | None, str]:
     rule = decode(row.code, text, catalog.nvlink)
     if isinstance(rule, str):
-        # The line's own word is all there is: what is not fatal is no reason to reset anything.
+        # Only the line's own text is left: a nonfatal error is no reason for a reset.
         return (Role.SYMPTOM, None, rule) if "nonfatal" in text.lower() else (row.role, row.cause, rule)
     role, cause = reading(rule)
     return role, cause, f"by NVIDIA's table {rule.severity}, {rule.resolution}, then {rule.investigatory}"
@@ -153,7 +159,10 @@ def _action(text: str, catalog: Catalog) -> tuple[RecoveryAction | None, Role, C
 
 
 def _together(read: Sequence[_Read]) -> list[_Read]:
-    """The Xids of one GPU, each in the light of the others. Linear: a GPU in trouble may print thousands."""
+    """Return the Xids of one GPU, each weighed against the others.
+
+    Takes linear time: a faulty GPU may print thousands.
+    """
     beside = next((each for each in read if each.code != PREEMPTIVE_REMOVAL and each.finding.role is not Role.INFORMATION), None)
     sympathy: list[_Read | None] = []
     first = None
@@ -172,7 +181,14 @@ def _together(read: Sequence[_Read]) -> list[_Read]:
 
 
 def _beside(each: _Read, other: _Read | None, sympathy: _Read | None, remapped: _Read | None) -> _Read:
-    """Weigh one Xid against the first that is no echo, the first it may be in sympathy with, and the next that remaps memory."""
+    """Return one Xid, weighed against other Xids of its GPU.
+
+    Args:
+        each: The Xid.
+        other: The first Xid that is neither a 45 nor mere information.
+        sympathy: The first earlier Xid that it may accompany.
+        remapped: The next Xid that remaps memory.
+    """
     role, cause = each.finding.role, each.finding.cause
     if each.code == PREEMPTIVE_REMOVAL and other:
         return each.but(Role.CASCADE, None, f"it goes with {other.finding.code}")
@@ -186,17 +202,20 @@ def _beside(each: _Read, other: _Read | None, sympathy: _Read | None, remapped: 
 
 
 def _by_the_driver(read: list[_Read], verdicts: list[int]) -> list[_Read]:
-    """The last Xid 154 is the driver's own verdict on the GPU and outweighs every table."""
+    """Return the Xids of one GPU according to the last Xid 154.
+
+    It is the driver's own verdict on the GPU, and outweighs every table.
+    """
     last = verdicts[-1]
     action = read[last].action
-    assert action is not None  # that is what makes it a verdict
+    assert action is not None  # `verdicts` are the indices of Xids with an action
     result = list(read)
     for index in verdicts[:-1]:
         result[index] = read[index].but(Role.INFORMATION, None, "a later Xid 154 says otherwise")
     if action.role is not Role.ROOT:
         return result
     for index, each in enumerate(result):
-        # What comes later and is graver, the driver did not know when it spoke.
+        # A graver Xid that came later was not known to the driver when it printed the 154.
         graver = index > last and each.finding.cause is Cause.GPU_FATAL
         if index != last and each.finding.role is Role.ROOT and not graver:
             result[index] = each.but(Role.ROOT, action.cause, f"Xid {ACTION_CHANGED}: {action.meaning}")

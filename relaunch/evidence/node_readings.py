@@ -1,4 +1,7 @@
-"""What a probe says of a node besides its GPUs: disks, memory, kernel log, clock, its scheduler's word. Each a finding, or not read."""
+"""Read a probe's facts about a node other than GPUs: disks, memory, kernel log, clock, scheduler.
+
+Each reader returns its findings and what could not be read.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,27 @@ from relaunch.evidence.kernel_log import read_kernel_log
 
 MAX_DISKS = 8
 MAX_LINES = 200
-"""Of a kernel log, the newest: what agents send."""
+"""Maximum number of kernel log lines, the newest: as many as agents send."""
 MIN_FREE = 1 << 20
-"""Bytes on the disk of the agent's state: what one launch writes there (orders, journals, exit codes) no longer fits into less."""
+"""Bytes on the disk of the agent's state.
+
+The files of one launch (orders, journals, exit codes) do not fit into less.
+"""
 MIN_MEMORY = 0.01
-"""Of the memory; with less available, the kernel is about to kill something."""
+"""Share of the memory; with less available, the kernel is about to kill a process."""
 CLOCK_SHOWN, CLOCK_NAMED = 5.0, 60.0
-"""Seconds that a node's clock may be off, for certain, before that is among its findings, and before it is named beside its verdict. It is
-never a verdict: relaunch's own rules count on each node's CLOCK_BOOTTIME. Seconds mix up the logs of two nodes; minutes break certificates,
-tokens and Kerberos, which refuses at five (RFC 4120)."""
+"""Seconds of certain clock offset above which it is a finding, and named beside the verdict.
+
+It never decides the verdict, because relaunch's own rules use each node's CLOCK_BOOTTIME. An offset
+of seconds mixes up the logs of two nodes; one of minutes breaks certificates, tokens and Kerberos,
+which refuses at five minutes (RFC 4120).
+"""
 
 
 def ecs(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str]]:
     if facts.get("ecs_health") != "IMPAIRED":
         return [], []
-    # It does not say of what: containers that cannot be started for a while, or accelerators.
+    # ECS does not say why: containers that cannot be started for a while, or accelerators.
     return [Finding("ecs", "container instance impaired", Role.SYMPTOM, "ECS calls its container instance IMPAIRED")], []
 
 
@@ -38,7 +47,7 @@ def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str
         return [], [f"disks: {unreadable(rows)}" if not isinstance(rows, list) else "disks: none is listed"]
     findings, unread = [], []
     for position, row in enumerate(rows[:MAX_DISKS]):
-        of_state = position == 0  # the one that the agent works on comes first
+        of_state = position == 0  # the disk of the agent's state comes first
         row = fields(row)  # noqa: PLW2901 (None where it is no object)
         path = (text(row.get("path"), 80) if row else "") or f"disk {position}"
         free, writable = (count(row.get("free")), row.get("writable")) if row else (None, None)
@@ -48,7 +57,7 @@ def disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], list[str
         role, cause = (Role.ROOT, Cause.NODE_FAULT) if of_state else (Role.SYMPTOM, None)
         if row is not None and writable is False:
             words = f"{path} cannot be written to: {text(row.get('reason')) or 'no reason given'}"
-            # An ordinary user may not write to `/`, on the best of nodes.
+            # On a healthy node, too, an ordinary user may not write to `/`.
             findings.append(Finding("node", "disk", role if of_state else Role.INFORMATION, words, cause))
         elif free is not None and free < MIN_FREE:
             findings.append(Finding("node", "disk", role, f"{path} is full: {free} bytes free", cause))
@@ -75,15 +84,17 @@ def kernel(facts: Mapping[str, Any], catalog: Catalog) -> tuple[list[Finding], l
     kept = lines[-MAX_LINES:] if isinstance(lines, list) else []
     findings = [_kept(found) for found in read_kernel_log([_encodable(line) for line in kept if isinstance(line, str)], catalog)]
     if fields(log) is None or not isinstance(lines, list):
-        # Many hosts let nobody but root read it, and those are to be repaired, too.
+        # On many hosts only root may read it, and those nodes must be repairable, too.
         words = f"its kernel log cannot be read: {unreadable(log if fields(log) is None else lines)}"
         findings.append(Finding("node", "kernel log unreadable", Role.INFORMATION, words))
     return findings, []
 
 
 def clock_offset(facts: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Seconds that the node's clock is ahead of the controller's, and within how many, as RFC 5905 (section 8) tells it: half of the round
-    trip."""
+    """Return how many seconds the node's clock is ahead of the controller's, and the error bound.
+
+    The bound is half of the round trip, as in RFC 5905, section 8. None: not known.
+    """
     exchange = facts.get("exchange")
     sent, received = (seconds(exchange.get(name)) for name in ("sent", "received")) if isinstance(exchange, Mapping) else (None, None)
     arrived, answered = seconds(facts.get("wall")), seconds(facts.get("answered"))
@@ -114,6 +125,6 @@ def _encodable(line: str) -> str:
 
 
 def _kept(found: Finding) -> Finding:
-    """A line may hold a thousand digits where a number belongs."""
+    """Return a finding with bounded values: a line may have a thousand digits for a number."""
     at = found.at if found.at is not None and found.at < MOST else None
     return replace(found, reason=text(found.reason), gpu=found.gpu and found.gpu[:40], pid=count(found.pid), at=at)

@@ -1,6 +1,6 @@
-"""What a probe's NVML reading says of each GPU of a node: findings, what could not be read, and who uses the GPUs.
+"""Interpret a probe's NVML reading of a node's GPUs: findings, unreadable values, GPU processes.
 
-It blames no GPU for being hot, busy or throttled, and counts nothing as read that NVML did not answer.
+A hot, busy or throttled GPU is not a fault, and a value that NVML did not return is not read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from relaunch.evidence.fields import MOST_GPUS, count, fields, text, unreadable
 from relaunch.evidence.findings import Finding, Role
 
 NOT_SUPPORTED = "NOT_SUPPORTED"
-"""NVML's word for what this GPU does not have: nothing is missing then."""
+"""NVML's code for a feature that this GPU does not have, so that no reading is missing."""
 
-# nvml.h, nvmlClocksEventReason*. What the hardware does by itself may be a fault of cooling or power; what software asked for is a setting.
+# nvml.h, nvmlClocksEventReason*. A slowdown by hardware may be a fault of cooling or power; one
+# that software asked for is a setting.
 _BY_HARDWARE = {0x8: "hardware slowdown", 0x40: "hardware thermal slowdown", 0x80: "hardware power brake"}
 _BY_SOFTWARE = {0x2: "application clocks", 0x4: "software power cap", 0x10: "sync boost", 0x20: "software thermal slowdown"}
 
@@ -27,18 +28,25 @@ _ADDRESS = re.compile(r"(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
+    """What NVML says about all GPUs of a node."""
+
     findings: tuple[Finding, ...] = ()
     unread: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
     """Bus id by index; empty where it is not known."""
     working: int | None = None
-    """GPUs that NVML reads; None: it could not be asked."""
+    """Number of GPUs that NVML can read; None: NVML could not be queried."""
     users: tuple[str, ...] = ()
     """`pid 4242 uses GPU 0000:05:00`."""
 
 
 def bus_id(name: str, seen: tuple[str, ...]) -> str | None:
-    """The bus id of a GPU that a kernel (`0000:05:00`) or DCGM (`5`) names, as NVML spells it; None where that cannot be known."""
+    """Return the bus id of a GPU in NVML's notation; None: it cannot be determined.
+
+    Args:
+        name: The GPU as the kernel (`0000:05:00`) or DCGM (`5`) names it.
+        seen: The bus id of each GPU by its index.
+    """
     if name.isascii() and name.isdecimal():
         return (seen[int(name)] or None) if len(name) < 4 and int(name) < len(seen) else None
     address = _address(name)
@@ -48,7 +56,7 @@ def bus_id(name: str, seen: tuple[str, ...]) -> str | None:
 
 
 def short(name: str) -> str:
-    """As the kernel prints it: `0000:05:00`."""
+    """Return a GPU's bus id as the kernel prints it: `0000:05:00`."""
     address = _address(name)
     return f"{address[0]:04x}:{address[1]:02x}:{address[2]:02x}" if address else name
 
@@ -79,7 +87,7 @@ def read_gpus(answer: object, expected: int, catalog: Catalog) -> GpuReading:
 
 
 class _Gpu:
-    """One row, walked once."""
+    """One row of the answer, which is read by the constructor."""
 
     def __init__(self, row: object, position: int, catalog: Catalog) -> None:
         self.findings: list[Finding] = []
@@ -126,11 +134,14 @@ class _Gpu:
             self._miss("ECC errors", counts.get("volatile_uncorrected" if now is None else "aggregate_uncorrected"))
         if now:
             since = f", {ever} in its life" if ever is not None else ""
-            # Contained errors end a program and no more; whether the memory is worn out is what remapping says.
+            # Contained errors only end a program; row remapping tells if the memory is worn out.
             self._find("ECC uncorrected", Role.SYMPTOM, f"{now} uncorrected ECC errors since the driver was loaded{since}")
 
     def _memory_repairs(self, row: Mapping[str, Any]) -> None:
-        """Rows are remapped from Ampere on, pages are retired before it: one of both has to be read."""
+        """Read the memory repairs, of which one must be readable.
+
+        GPUs remap rows from Ampere on, and retired pages before it.
+        """
         remapped, retired = row.get("remapped"), row.get("retired_pending")
         rows = fields(remapped)
         if rows is not None:

@@ -1,4 +1,7 @@
-"""What agents saw of ranks: observations, the evidence that a diagnosis is made of. What a job acts on are events."""
+"""What agents observed of ranks: the evidence for a diagnosis.
+
+A job does not act on observations, but on the events that carry them.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ class RankError:
     message: str
     traceback: str = ""
     timestamp: float | None = None
-    """Unix seconds by the clock of the rank's node; the smallest one is the root cause (torchelastic's rule)."""
+    """Unix seconds by the clock of the rank's node.
+
+    The error with the smallest one is the root cause (torchelastic's rule).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class EcsStop:
-    """Why Amazon ECS stopped the task that was a rank, in its own words."""
+    """Why Amazon ECS stopped the task of a rank, in the words of ECS."""
 
     stop_code: str | None
     reason: str
-    """The task's, and those of its containers."""
+    """The reason of the task and those of its containers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +40,30 @@ class RankExited:
     rank: int
     local_rank: int
     exit_code: int | None
-    """0 to 255; None when a signal ended the rank, or nobody knows how it ended."""
+    """0 to 255; None when a signal ended the rank, or it is not known how it ended."""
     signal: int | None
     at: datetime
     """Receiver's clock."""
     stopped: bool = False
-    """The agent had already begun to stop this rank."""
+    """Whether the agent had already begun to stop this rank."""
     error: RankError | None = None
     error_unreadable: str | None = None
-    """Why an error file that exists could not be read."""
+    """Why an existing error file could not be read."""
     log_tail: tuple[str, ...] = ()
     kernel: tuple[str, ...] = ()
-    """Lines of the node's kernel log since the generation began that are evidence, the oldest first; none for a rank that was stopped."""
+    """Lines of the node's kernel log since the generation began that are evidence, oldest first.
+
+    Empty for a rank that was stopped.
+    """
     kernel_unreadable: str | None = None
-    """Why that log, or a part of it, was not read: what is not in `kernel` may be in the log."""
+    """Why that log, or a part of it, was not read: lines missing in `kernel` may be in the log."""
     pid: int | None = None
-    """By which the kernel names it."""
+    """The rank's pid, as it appears in the kernel log."""
     launcher: bool = False
-    """It was not a rank: the launcher of the node's ranks ended, and none of them is known to have failed before it."""
+    """Whether it was not a rank but the launcher of the node's ranks, none of which is known to
+    have failed before it."""
     ecs: EcsStop | None = None
-    """Its container was a task of ECS."""
+    """Why ECS stopped it, for a rank that was an ECS task."""
     kind: Literal["RankExited"] = "RankExited"
 
     @property
@@ -63,7 +73,11 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class RanksFenced:
-    """The node stopped its own ranks, because nobody who might know better could be asked, or somebody did know better."""
+    """The node stopped its own ranks.
+
+    It could reach no peer or controller to confirm that its generation is current, or one of them
+    answered that it is not.
+    """
 
     node: str
     at: datetime
@@ -74,7 +88,7 @@ class RanksFenced:
 
 @dataclass(frozen=True, slots=True)
 class RanksVanished:
-    """The ranks are gone and nobody saw how: the node rebooted, or their keeper died."""
+    """The ranks are gone and no process saw how they ended: the node rebooted, or the shim died."""
 
     node: str
     at: datetime
@@ -82,7 +96,7 @@ class RanksVanished:
     rebooted: bool = False
     kernel: tuple[str, ...] = ()
     kernel_unreadable: str | None = None
-    """Both as in RankExited."""
+    """As in RankExited, as is `kernel`."""
     kind: Literal["RanksVanished"] = "RanksVanished"
 
 

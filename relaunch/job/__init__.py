@@ -1,1 +1,1 @@
-"""What one job does next. Pure: reads no clock, calls nothing."""
+"""The recovery logic of one job. Pure functions: they read no clock and do no I/O."""

@@ -1,4 +1,8 @@
-"""How a job's memory changes: `apply_event` takes an event in, `apply_decision` writes a decision down. Nothing here chooses."""
+"""Apply events and decisions to the state of a job.
+
+`apply_event` records what an event says, `apply_decision` records a decision. Choosing the
+decision is the task of `decide`.
+"""
 
 from __future__ import annotations
 
@@ -81,17 +85,18 @@ from relaunch.spec.policy import KEPT_TRIES, Policy
 
 KEPT_NOTICES = 5
 NAMED_VERDICTS = 4
-"""Verdicts that the reason of an incident's fault names."""
+"""Maximum number of verdicts that the reason of an incident's fault names."""
 
 
 def apply_event(job: JobState, event: Event, now: datetime) -> JobState:
-    """Take in what an event says, before anything is decided about it."""
+    """Return the job's state with an event recorded, before anything is decided about it."""
     if isinstance(event, LaunchOrdered):
-        # Whatever was decided since: what was ordered may have reached a node.
+        # Recorded even if the job has decided something else since: the order may have
+        # reached a node.
         return reserve_launch(job, event.launch)
     after = _absorb(job, event, now)
     if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
-        # Also of a launch that was given up: what was ordered may have been carried out.
+        # Also for a launch that was given up: its orders may have been carried out.
         older = () if isinstance(event, Launched) and after is not job else after.places
         started = StartedPlaces(job.submission, event.generation, event.places)
         return replace(after, places=record_places(older, started, after.maybe_alive))
@@ -142,7 +147,7 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
         case ProgressSeen():
             if job.progress is None or event.step > job.progress.step:
                 job = replace(job, progress=Progress(event.step, event.at))
-            # The next fault may be in the same report: what was passed before it is passed.
+            # The same report may carry the next fault: the steps passed before it still count.
             return pass_step(job, event, now)
         case StepReached():
             return pass_step(job, event, now)
@@ -186,7 +191,7 @@ def _absorb(job: JobState, event: Event, now: datetime) -> JobState:
 
 
 def _absorb_late(job: JobState, event: Event) -> JobState:
-    """Take in what is said of a generation that was given up: only whether its ranks may be alive."""
+    """Record an event about a generation that was given up: only whether its ranks may be alive."""
     match event:
         case Launched():
             return settle_given_up_launch(job, event.generation, started=True)
@@ -217,7 +222,11 @@ def _absorb_return(job: JobState, event: NodeReturned, now: datetime) -> JobStat
 
 
 def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -> JobState:
-    """Show what repairs ask; when all are answered, what comes next is again what the repair was ordered for."""
+    """Record a repair's question or its end.
+
+    `next` shows the newest open question; when none is open, it shows again what follows the
+    repair.
+    """
     repair = recovering.repair or job.next
     questions = tuple(one for one in recovering.questions if one.node != event.node)
     if event.question:
@@ -228,7 +237,8 @@ def _absorb_question(job: JobState, recovering: Recovering, event: RepairAsks) -
 
 def _asked_to_leave(job: JobState, event: DrainRequested) -> JobState:
     known = wanted(job, event.node)
-    # Who asks again for the same reason asks nothing new: a fleet that was begun anew does.
+    # A repeated request by the same requester for the same reason keeps its denial: a fleet
+    # workflow that was started again repeats its requests.
     denied = known.denied if known is not None and (known.by, known.reason) == (event.by, event.reason) else ""
     asked = Leaving(event.node, event.reason, event.by, event.until, denied)
     if known == asked:
@@ -258,7 +268,10 @@ def _acquired(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
 
 
 def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState:
-    """Write a decision down. A launch's number and its try are spent here, before anything is started."""
+    """Return the job's state with a decision recorded.
+
+    A launch's generation number and its try are spent here, before anything is started.
+    """
     if isinstance(decision, Ignore):
         return job
     job = record_decision(job, decision, now)
@@ -274,7 +287,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
             furthest = job.furthest_step
             if job.progress is not None:
                 furthest = max(job.progress.step, furthest if furthest is not None else job.progress.step)
-            if job.incident is None and job.launched_at is not None:  # of a launch for a fault the incident tells
+            if job.incident is None and job.launched_at is not None:  # a launch for a fault is recorded in its incident
                 how = f", {decision.strategy}" if decision.strategy is not None else ""
                 job = _notice(job, f"{now.isoformat(timespec='minutes')} generation {decision.generation}{how}: {decision.reason}")
             return replace(
@@ -342,12 +355,15 @@ def _take(job: JobState, take: Try) -> JobState:
 
 
 def _recovering(job: JobState, fault: Diagnosis) -> Recovering:
-    """What was learned about this fault stays; the first question about it begins anew."""
+    """Return the record of a recovery for a fault.
+
+    What an ongoing recovery has learned is kept; its open questions are dropped.
+    """
     return Recovering(fault) if job.recovering is None else replace(job.recovering, fault=fault, questions=(), repair=None)
 
 
 def finish(job: JobState, now: datetime) -> JobState:
-    """End a job that was told to stop and has no rank left."""
+    """Return the final state of a job that is ending and has no rank left."""
     assert job.ending is not None
     ending = job.ending
     job = close_incident(job, now, f"the job ended: {ending.phase}")
@@ -357,7 +373,10 @@ def finish(job: JobState, now: datetime) -> JobState:
 def resubmit(
     previous: JobState, submission: int, submitted_by: str, now: datetime, renew_budgets: bool, avoid: tuple[str, ...]
 ) -> JobState:
-    """Return the state of a new submission of a closed job: history, budgets and avoided nodes go on, tokens are new."""
+    """Return the state of a new submission of a closed job.
+
+    History, budgets (unless renewed) and avoided nodes are kept; the tokens are new.
+    """
     known = {avoided.node for avoided in previous.avoided}
     job = replace(
         previous,
@@ -398,7 +417,7 @@ def _absorb_fault(job: JobState, fault: Fault, now: datetime) -> JobState:
         flat = job.progress.step <= job.furthest_step
         job = replace(job, flat_generations=job.flat_generations + 1 if flat else 0)
     if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
-        # A gang that stands still goes on when its lost node does; a rank that failed has failed.
+        # A gang that hangs continues when its lost node does; a rank that failed stays failed.
         job = replace(job, deferred_fault=diagnose(replace(job, lost=()), fault))
     opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
     return open_incident(job, diagnosis, opened, now)
@@ -412,14 +431,14 @@ def _absorb_lost(job: JobState, event: NodeUnreachable, now: datetime) -> JobSta
 
 
 def _hear_ages(job: JobState, fault: FaultObserved | RanksHung) -> JobState:
-    """Take over how long the lost nodes have been silent by now; the longer of two ages counts."""
+    """Update how long the lost nodes have been silent; the longer of the two ages counts."""
     ages = dict(fault.unheard)
     lost = tuple(replace(one, unheard_for=max(one.unheard_for, ages.get(one.node, one.unheard_for))) for one in job.lost)
     return replace(job, lost=lost)
 
 
 def _repair_failed(job: JobState, reason: str) -> JobState:
-    """The rung is passed over from now on, for this fault; its try stays spent."""
+    """Record that a repair failed: its rung is skipped for this fault, and its try stays spent."""
     assert job.recovering is not None, "a repair is of something"
     fault = replace(job.recovering.fault, reason=f"{job.recovering.fault.reason}; {reason}")
     return replace(job, recovering=replace(job.recovering, fault=fault, failed=(*job.recovering.failed, job.tries[-1].rung)))
@@ -435,7 +454,10 @@ def _absorb_failed_launch(job: JobState, event: LaunchFailed, now: datetime) -> 
 
 
 def changed_keys(before: Policy, after: Policy) -> tuple[str, ...]:
-    """What differs between two policies, as paths of at most two parts: `causes.HANG`, `timeouts.lost_after`."""
+    """Return the keys that differ between two policies, as paths of at most two parts.
+
+    For example `causes.HANG`, `timeouts.lost_after`.
+    """
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     keys = []
     for key in sorted(old):

@@ -1,4 +1,4 @@
-"""What a job says to its fleet: what it wants and has, and what it knows against its nodes. Read off the job's state, nothing more."""
+"""Build a job's claim to its fleet from the job's state: the nodes it wants, holds and suspects."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from relaunch.job.state import FaultRecord, Incident, JobState, Phase
 from relaunch.pool.messages import Claim, Place, Suspect
 
 SUSPECTS_TOLD = 8
-"""The newest: a job of many faults says each of them again with every claim."""
+"""Maximum number of suspects in a claim, the newest: every claim repeats all of them."""
 SUSPECTS_OF_ONE = 4
-"""When a rack goes as a whole, the fleet sees for itself that it does not answer."""
+"""Maximum number of suspects of one fault: when a whole rack fails, the fleet sees that itself."""
 
 
 def claim(job: JobState, seq: int, *, keep: tuple[str, ...] = (), avoid: tuple[str, ...] = (), queue: bool = False) -> Claim:
-    """The job wants its nodes, goes on with `keep`, and has whatever its ranks may still live on."""
+    """Return the claim of a job that wants its nodes and continues with `keep`.
+
+    It also holds every node on which its ranks may still be alive.
+    """
     return _claim(job, seq, job.spec.fewest_nodes, keep, avoid, running=not queue and bool(job.slots), most=job.spec.node_count)
 
 
 def as_it_is(job: JobState, seq: int, keep: tuple[str, ...]) -> Claim:
-    """The job goes on with what it has, and says when it would take more."""
+    """Return the claim of a job that continues with its nodes, and says when it would take more."""
     if not job.spec.is_elastic:
         return claim(job, seq, keep=keep)
     at = more_at(job)
@@ -34,7 +37,10 @@ def as_it_is(job: JobState, seq: int, keep: tuple[str, ...]) -> Claim:
 
 
 def more_at(job: JobState) -> datetime | None:
-    """When more nodes are worth a restart to it. None: it needs no more, or something else comes first."""
+    """Return when more nodes are worth a restart.
+
+    None: the job needs no more, or something else comes first.
+    """
     after = job.policy.grow_after
     if after == "off" or job.launched_at is None or len(job.slots) >= job.spec.node_count:
         return None
@@ -45,7 +51,10 @@ def more_at(job: JobState) -> datetime | None:
 
 
 def give_back(job: JobState, seq: int) -> Claim:
-    """The job wants nothing for now, or for ever; it has what its ranks may still live on."""
+    """Return the claim of a job that wants no nodes.
+
+    It still holds every node on which its ranks may be alive.
+    """
     return _claim(job, seq, 0, (), (), running=False, most=0)
 
 
@@ -68,7 +77,7 @@ def _claim(
         submission=job.submission,
         seq=seq,
         nodes=nodes,
-        # As they always were for a job of one size.
+        # 0 for a job of fixed size, as in earlier versions.
         most=most if job.spec.is_elastic else 0,
         had=len(job.slots) if job.spec.is_elastic else 0,
         more_at=at,
@@ -86,9 +95,10 @@ def _claim(
 
 
 def _launched(job: JobState, nodes: int) -> tuple[LaunchedGeneration, ...]:
-    """Return the launches whose ranks may be alive, and the one that may follow without a word.
+    """Return the launches whose ranks may be alive, and the next one possible without a new claim.
 
-    How far each has come is left out: the fleet may hear nothing of the next one on these nodes.
+    Their progress (complete, stopped) is left out: the fleet may not be informed of the next
+    launch on these nodes.
     """
     living = tuple(replace(one, complete=False, stopped=()) for one in job.launched)
     if nodes <= 0:
@@ -98,7 +108,10 @@ def _launched(job: JobState, nodes: int) -> tuple[LaunchedGeneration, ...]:
 
 
 def is_known_by(told: tuple[LaunchedGeneration, ...], launch: LaunchedGeneration) -> bool:
-    """Return whether who judges ranks of a launch by what the fleet was told waits long enough."""
+    """Return whether the fence times in a claim are long enough for the ranks of `launch`.
+
+    `told` are the claim's launches; the one without nodes is the planned launch.
+    """
     planned = next((one for one in told if not one.nodes), None)
     if planned is None or (planned.fences and not launch.fences):
         return False
@@ -113,8 +126,8 @@ def is_known_by(told: tuple[LaunchedGeneration, ...], launch: LaunchedGeneration
 def suspects(job: JobState) -> tuple[Suspect, ...]:
     """Return the nodes that the faults of this job's newest incidents name, each with the evidence.
 
-    A node that was lost is named once ranks were stopped for that: where it came back before, or the job
-    ended otherwise, the link to it may as well have been the controller's own.
+    A lost node is named only after ranks were stopped for its loss: where it came back before, or
+    the job ended otherwise, the controller's own link may have been at fault.
     """
     isolated = {avoided.node for avoided in job.avoided if avoided.isolated}
     incidents = (*job.incidents, job.incident) if job.incident else job.incidents
@@ -135,7 +148,7 @@ def suspects(job: JobState) -> tuple[Suspect, ...]:
         for index, node in enumerate(fault.nodes[:SUSPECTS_OF_ONE])
     ]
     newest = found[-SUSPECTS_TOLD:]
-    # Those that have to be examined are told however many came after them.
+    # Suspects that have to be examined are included no matter how many newer ones there are.
     older = [one for one in found[:-SUSPECTS_TOLD] if one.isolate and one.node not in {each.node for each in newest}]
     return (*{one.node: one for one in older}.values(), *newest)
 
@@ -145,5 +158,5 @@ def _ended_job(job: JobState, incident: Incident) -> bool:
 
 
 def _is_left_broken(job: JobState, incident: Incident, fault: FaultRecord) -> bool:
-    """Return whether the job ended by it, with nothing repaired: the next job would meet the same."""
+    """Return whether this hardware fault ended the job unrepaired, to be met by the next job."""
     return _ended_job(job, incident) and fault.cause in HARDWARE_CAUSES

@@ -1,4 +1,7 @@
-"""What next: one event, one decision, with its reason. Counting and remembering are `apply_decision`'s."""
+"""Decide what a job does next: one decision with its reason for each event.
+
+Recording the decision and counting budgets is the task of `apply_decision`.
+"""
 
 from __future__ import annotations
 
@@ -83,13 +86,13 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
             return Stop(Phase.FAILED, event.reason, exit_code=2)
         case NodesMissing():
             if not job.slots:
-                # Nothing of it has begun: it stands in a queue, which may take its time.
+                # No rank has been started yet: the job is queued, with no deadline.
                 return Wait(
                     Phase.QUEUED,
                     event.reason,
                     next="ranks are launched as soon as the fleet has enough nodes for it; `cancel` takes it out of the queue",
                 )
-            # The fleet says it again when something has changed; the wait is the same one.
+            # The fleet repeats this when something has changed; the deadline stays the same.
             waits = job.phase is Phase.WAITING_FOR_NODES and job.next.at is not None
             until = job.next.at if waits else now + job.policy.timeouts.answer_within
             return Wait(
@@ -107,7 +110,8 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
         case LaunchRefused() if (higher := _seen_higher(job, event, now)) is not None:
             return higher
         case LaunchFailed(started=False) if not (set(event.unreachable) & set(job.maybe_alive)):
-            # Nothing of this job ever ran there, so there is nothing to fence: take another node at once.
+            # No rank of this job ever ran there, so there is nothing to fence: take another node
+            # at once.
             return climb(job, Recovering(diagnose(job, event)), now, without=event.unreachable)
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
             return _on_fault(job, event, now)
@@ -168,9 +172,9 @@ def decide(job: JobState, event: Event, now: datetime) -> Decision:
 
 
 def is_stale(job: JobState, event: Event) -> bool:
-    """Whether this is about an earlier generation, or is the deadline of a wait that is over."""
+    """Return whether an event is about an earlier generation, or the deadline of a past wait."""
     if isinstance(event, DeadlinePassed):
-        # The deadline of a repair stays its own while the repair asks.
+        # The deadline of a repair stays valid while the repair asks a question.
         repair = job.recovering.repair if job.recovering is not None else None
         return event.due is not None and event.due not in (job.next.at, repair.at if repair is not None else job.next.at)
     generation = getattr(event, "generation", None)
@@ -178,9 +182,12 @@ def is_stale(job: JobState, event: Event) -> bool:
 
 
 def is_echo(job: JobState, event: Event) -> bool:
-    """Whether this is said of a generation that has been given up (for an examination, a repair, a question) but is not over by number."""
+    """Return whether an event is about a generation that was given up but is still the newest.
+
+    A generation is given up for an examination, a repair or a question.
+    """
     if isinstance(event, NodeReturned) and job.phase is Phase.WAITING_FOR_PERSON:
-        return False  # the answer to what was asked, and it was the last node that was lost
+        return False  # it settles the question to the person: this was the last lost node
     given_up = job.phase in (Phase.EXAMINING, Phase.REPAIRING) or (job.phase is Phase.WAITING_FOR_PERSON and not job.lost)
     said = (
         FaultObserved | RanksHung | NodeUnreachable | NodeReturned | StepReached | RanksSucceeded | Launched | LaunchFailed | LaunchRefused
@@ -189,7 +196,7 @@ def is_echo(job: JobState, event: Event) -> bool:
 
 
 def answers(job: JobState, event: RepairEnded) -> bool:
-    """Whether this is the end of the repair that is waited for, not of one that was given up."""
+    """Return whether an event ends the repair that the job waits for, not one that was given up."""
     if job.phase is not Phase.REPAIRING or job.recovering is None or not job.tries:
         return False
     return event.strategy is job.tries[-1].strategy and set(event.nodes) == set(job.recovering.fault.nodes)
@@ -241,7 +248,11 @@ def _lost_next(job: JobState) -> str:
 
 
 def _on_offer(job: JobState, event: NodesOffered, now: datetime) -> Decision:
-    """More nodes are worth a restart when it has run well for long enough; they are asked for before anything is stopped."""
+    """Return the decision for an offer of more nodes.
+
+    More nodes are worth a restart when the job has run without an incident for long enough. The
+    job asks for them before any rank is stopped.
+    """
     at = more_at(job)
     if at is None or now < at or now >= event.until:
         return Ignore(f"the fleet offers {_names(event.nodes)}, and it is not the time to grow")
@@ -272,7 +283,8 @@ def _offered(job: JobState, more: tuple[str, ...]) -> str:
 
 
 def _on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
-    # Where somebody looks for hangs, a gang that waits for the lost node is found to; else only a person can be asked.
+    # Where hang detection is on, it also finds a gang that waits for the lost node; otherwise the
+    # job can only ask a person.
     found = may_leave_lost_behind(job) and job.policy.hang.after != "off"
     until = None if found else now + job.policy.timeouts.ask_after
     reason = f"{explain_unreachable(event)}; nothing is stopped"
@@ -284,7 +296,7 @@ def explain_unreachable(event: NodeUnreachable) -> str:
 
 
 def _lost_for(job: JobState, how: str) -> str:
-    """Say of the lost nodes that they did not answer, or that something else answers for them."""
+    """Return a clause about the lost nodes: no answer, or something else answers for them."""
     silent = tuple(lost.node for lost in job.lost if not lost.is_elsewhere)
     said = [f"{_names(silent)} {how}"] if silent else []
     elsewhere = [lost.reason for lost in job.lost if lost.is_elsewhere]
@@ -322,7 +334,10 @@ def _on_deadline(job: JobState, now: datetime) -> Decision:
 
 
 def why_not_dead(job: JobState, node: str) -> str:
-    """Return why a person's word that a node is dead is not taken, a clause; empty: it is taken, or changes nothing."""
+    """Return a clause that says why a person's declaration of a dead node is refused.
+
+    Empty: it is accepted, or changes nothing.
+    """
     is_watched = job.phase in (Phase.RUNNING, Phase.NODE_LOST) and node in {slot.node for slot in job.slots}
     if not is_watched or node in job.lost_names:
         return ""
@@ -334,7 +349,10 @@ def why_not_dead(job: JobState, node: str) -> str:
 
 
 def may_answer(job: JobState, decision: str, now: datetime, node: str = "") -> str:
-    """Why this is no answer now, a clause; empty: it is one. `node`: said to whoever wants that node of the job."""
+    """Return a clause that says why a person's answer is not possible now; empty: it is.
+
+    With `node`, the answer is to the request that the job leaves that node.
+    """
     if node:
         return may_answer_leave(job, decision, node, now)
     if job.phase is Phase.WAITING_FOR_PERSON or (decision == "take-over" and job.phase in ACTING):
@@ -345,7 +363,7 @@ def may_answer(job: JobState, decision: str, now: datetime, node: str = "") -> s
 
 
 ACTING = (Phase.QUEUED, Phase.LAUNCHING, Phase.EXAMINING, Phase.REPAIRING, Phase.WAITING_FOR_NODES)
-"""Phases in which no rank trains and relaunch works at it by itself."""
+"""Phases in which no rank trains and relaunch acts without a person."""
 
 
 def _asked(job: JobState) -> str:
@@ -396,10 +414,14 @@ def _on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> 
 
 
 def _seen_higher(job: JobState, event: LaunchRefused, now: datetime) -> Decision | None:
-    """A node that has obeyed a higher token: after a reset of the workflow our numbers have gone back; go on above it."""
+    """Return the decision for a node that has seen a higher token than the job's; None: none has.
+
+    After a reset of the workflow the job's generation numbers have gone back: the next launch takes
+    a number above the node's.
+    """
     claim = find_highest(job, event)
     if claim is None or claim.highest is None:
-        return None  # our own number was used up half-way: a fault like others, with tries that are counted
+        return None  # at most our own number is used: a fault like any other, with counted tries
     submission, generation = claim.highest
     if submission > job.submission:
         return Stop(Phase.FAILED, "a later submission of this job has used its nodes", exit_code=1)
@@ -415,13 +437,14 @@ def _on_fault(job: JobState, fault: Fault, now: datetime) -> Decision:
     if diagnosis.do_not_restart:
         return Stop(Phase.FAILED, f"{diagnosis.reason}; it is not restarted", exit_code=diagnosis.exit_code or 1)
     if job.lost and not may_leave_lost_behind(job):
-        # Ranks on the lost nodes may well go on where they are: a second copy elsewhere would be the worse mistake.
+        # Ranks on the lost nodes may still be running: a second copy elsewhere would be worse than
+        # waiting.
         return Wait(Phase.NODE_LOST, diagnosis.reason, next=_lost_next(job), until=now + job.policy.timeouts.ask_after)
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
     return climb(job, Recovering(diagnosis), now, without=without)
 
 
 def _names(names: tuple[str, ...]) -> str:
-    """At most four names, the rest counted: a gang may have thousands."""
+    """Return at most four names and the number of the others: a gang may have thousands."""
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,4 +1,4 @@
-"""From what was observed to its cause. What to do about it is `decide`'s."""
+"""Diagnose a fault: find the root cause in what was observed. `decide` chooses the response."""
 
 from __future__ import annotations
 
@@ -18,25 +18,38 @@ from relaunch.job.fencing import fences
 from relaunch.job.state import Certainty, Diagnosis, JobState
 
 DO_NOT_RESTART = 93
-"""Exit code by which a rank refuses to be restarted (nvidia-resiliency-ext's default for the same)."""
+"""Exit code by which a rank asks not to be restarted (nvidia-resiliency-ext's default for this)."""
 
 NEVER_WATCHED = "never_watched"
-"""Why a node stopped ranks whose lease was not renewed once. It answered the launch, and a node that is silent after it is among the
-lost: the controller is likelier to have been late than the node to be at fault. The policy replaces a node to which it happens again."""
+"""Fence reason of a node that stopped its ranks because their lease was never renewed.
+
+The node answered the launch, and a node that is silent afterwards is reported as lost. So the
+controller was more likely late than the node at fault. The policy replaces a node to which it
+happens again.
+"""
 
 BY_ITSELF = "EssentialContainerExited"
-"""Stop code of a task of ECS whose container ended by itself."""
+"""Stop code of an ECS task whose container ended by itself."""
 
 CLOCKS_AGREE = 0.5
-"""Seconds. Hosts that keep time by NTP differ by milliseconds; below this, their clocks do not tell which of two nodes was first."""
+"""Seconds. When two nodes' timestamps differ by less, their clocks do not show which was first.
+
+Hosts that keep time by NTP differ by milliseconds.
+"""
 AHEAD, BEHIND = 2.0, 600.0
-"""Seconds by which a rank's clock may be from the receiver's before it is taken to be wrong: no error is written after it was received,
-and none long before its rank has ended (torch waits ten minutes for a collective)."""
+"""Seconds by which an error's timestamp may be after or before its receipt; beyond, it is ignored.
+
+No error is written after it was received, and none long before its rank has ended (torch waits
+ten minutes for a collective).
+"""
 
 RIVALS = 8
-"""Different errors of one moment that are compared; a program that puts its rank into its words has thousands."""
+"""Maximum number of different simultaneous errors that are compared.
+
+A program that puts its rank into its messages has thousands.
+"""
 NAMED = 16
-"""Suspects that are named where nobody is suspected more than any other."""
+"""Maximum number of suspects named in a diagnosis."""
 
 REFUSAL_CAUSES = {
     "command_not_found": Cause.USER_INPUT,
@@ -49,18 +62,28 @@ REFUSAL_CAUSES = {
     "rebooting": Cause.PLATFORM,
     "other_fleet": Cause.PLATFORM,
 }
-"""What an agent's refusal says about the world; any other word is between the controller and the agent: PLATFORM."""
+"""The cause that an agent's refusal code indicates.
+
+Any other code concerns only the controller and the agent, and counts as PLATFORM.
+"""
 
 MAX_CLAIMS = 3
-"""Launches in a row that go on above a token which a node claims to have seen; nodes that come later may have seen higher ones."""
+"""Maximum number of consecutive launches above a token that a node claims to have seen.
+
+There may be several, because nodes that join later may have seen higher tokens.
+"""
 CLAIMED = "a node has seen a higher generation"
-"""In place of a rung's label."""
+"""Recorded in place of a rung's label for such a launch."""
 
 Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
 
 
 def diagnose(job: JobState, fault: Fault) -> Diagnosis:
-    """Name the root cause. Cascades never win; among roots the earliest does, and a node's own evidence before a program's words."""
+    """Return the root cause of a fault.
+
+    A cascade is never the cause while there is a root. Among roots the earliest wins, and a node's
+    own evidence outweighs a program's messages.
+    """
     known = _Readers(catalog(job.policy.catalog))
     match fault:
         case LaunchFailed():
@@ -72,7 +95,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
             then = fault.reason if isinstance(fault, RanksHung) else _first_words(fault.observations)
             return Diagnosis(Cause.NODE_LOST, f"{silent}: no answer ({job.lost[0].reason}); then {then}", nodes=job.lost_names)
         case RanksHung() if fault.silent and fences(job):
-            # A gang that stands still while one of its nodes is silent waits for that node.
+            # A gang that hangs while one of its nodes is silent is waiting for that node.
             nodes = tuple(node for node, _ in fault.silent)
             return Diagnosis(Cause.NODE_LOST, f"{', '.join(nodes[:4])}: no answer, and {fault.reason}", nodes=nodes)
         case RanksHung():
@@ -88,7 +111,7 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
 
 
 def is_root(observation: Observation, known: Catalog | None = None) -> bool:
-    """Whether this may be a cause, not the echo of one on another rank."""
+    """Return whether an observation may be a root cause, not the echo of a failure elsewhere."""
     match observation:
         case RankExited():
             if not observation.failed or observation.stopped:
@@ -104,7 +127,11 @@ def is_root(observation: Observation, known: Catalog | None = None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Readers:
-    """Reads each text once: all ranks of a node bring the same kernel log, and thousands of ranks say the same last words."""
+    """A cache of parsed logs.
+
+    All ranks of a node report the same kernel log, and thousands of ranks may end with the same
+    log lines, so each text is parsed only once.
+    """
 
     catalog: Catalog
     logs: dict[tuple[str, ...], tuple[Finding, ...]] = field(default_factory=dict)
@@ -123,14 +150,14 @@ class _Readers:
         return self.kernels[lines]
 
     def hardware(self, lines: tuple[str, ...]) -> tuple[Finding, ...]:
-        """What a kernel says against its own hardware, the gravest cause first."""
+        """Return the hardware faults that a kernel log reports, the gravest cause first."""
         if lines not in self.faults:
             roots = [found for found in self.kernel(lines) if found.role is Role.ROOT and found.cause in HARDWARE_CAUSES]
             self.faults[lines] = tuple(sorted(roots, key=_gravity))
         return self.faults[lines]
 
     def is_echo(self, lines: tuple[str, ...]) -> bool:
-        """Whether words name the fault of a peer, and nothing in them one of their own."""
+        """Return whether log lines name the fault of a peer and none of the rank itself."""
         known = self.echoes.get(lines)
         if known is None:
             roles = {word.role for word in self.log(lines)}
@@ -140,7 +167,7 @@ class _Readers:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One failed rank with what its own words and its node's kernel say."""
+    """One failed rank with the findings in its own log and in its node's kernel log."""
 
     exit: RankExited
     ending: Finding
@@ -148,7 +175,7 @@ class _Reading:
     kernel: tuple[Finding, ...]
 
     def word(self, role: Role) -> Finding | None:
-        """The first of the rank's words in this role that points somewhere."""
+        """Return the first finding of the rank's log that has this role and names a cause."""
         return next((finding for finding in self.words if finding.role is role and finding.cause is not None), None)
 
 
@@ -163,12 +190,13 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
             node = observation.node
             return Diagnosis(Cause.NODE_FAULT, f"{node}: {observation.reason}", nodes=(node,), certainty=Certainty.CERTAIN)
     for one in failed:
-        # Whoever runs the containers took one away, or could not start it: the others failed by that.
+        # ECS stopped a container or could not start it: the other ranks failed because of that.
         if one.ecs is not None and one.ecs.stop_code != BY_ITSELF and (reading := _read(one, known)).ending.role is Role.ROOT:
             return _of_exit(reading, _more(len(failed) - 1 + more))
     fenced = [each for each in inorder if isinstance(each, RanksFenced) and is_root(each)]
     if fenced:
-        # A node that lost its peers was cut off. One that was never watched may have been waiting for relaunch.
+        # A node that lost its peers was cut off. One whose lease was never renewed may have been
+        # waiting for relaunch.
         first = min(fenced, key=lambda each: each.why == NEVER_WATCHED)
         late = first.why == NEVER_WATCHED
         return Diagnosis(
@@ -184,15 +212,19 @@ def _of_observations(observations: tuple[Observation, ...], more: int, known: _R
 
 
 def _of_hardware(witnesses: list[RankExited | RanksVanished], more: int, known: _Readers) -> Diagnosis | None:
-    """What a node's kernel says against its own hardware beats every program's words: those are what the hardware made of it."""
+    """Return the diagnosis for hardware faults in the nodes' kernel logs; None: there are none.
+
+    They outweigh the messages of programs, which are consequences of the hardware fault.
+    """
     heard: dict[tuple[str, tuple[str, ...]], RankExited | RanksVanished] = {}
     for one in witnesses:
         if one.kernel:
-            heard.setdefault((one.node, one.kernel), one)  # the ranks of a node bring the same log
+            heard.setdefault((one.node, one.kernel), one)  # the ranks of a node report the same log
     found = [(one, faults) for one in heard.values() if (faults := known.hardware(one.kernel))]
     if not found:
         return None
-    # The gravest first: an NVLink error on one node is often the shadow of a GPU that fell off the bus of another.
+    # The gravest first: an NVLink error on one node is often a consequence of a GPU that fell off
+    # the bus of another.
     root, faults = min(found, key=lambda each: (_gravity(each[1][0]), each[0].at, each[0].node))
     finding = faults[0]
     assert finding.cause is not None
@@ -220,7 +252,8 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
     others = _more(len(failed) - 1 + more)
     if _written(first) is None:
         return _of_exit(_read(first, known), others)
-    # The first that arrived wrote an error file: then the one with the smallest timestamp in it is the root (torchelastic's rule).
+    # The first exit that arrived has an error file. Then the error with the smallest timestamp is
+    # the root (torchelastic's rule).
     dated = [(when, one.rank, one.node, one) for one in own if (when := _written(one)) is not None]
     when, _, _, root = min(dated)
     diagnosis = _of_exit(_read(root, known), others)
@@ -245,12 +278,15 @@ def _of_exits(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis
 
 
 def _differs(one: RankExited, root: RankExited) -> bool:
-    """Whether a rank of another node wrote other words."""
+    """Return whether a rank of another node than the root's wrote a different error message."""
     return one.node != root.node and one.error is not None and root.error is not None and one.error.message != root.error.message
 
 
 def _rivals(near: Iterable[RankExited]) -> list[RankExited]:
-    """The earliest few that say each something else, so shortly after the root that the clocks do not tell."""
+    """Return the earliest exits with different messages, at most `RIVALS`.
+
+    They came so shortly after the root that the clocks do not show which was first.
+    """
     rivals: list[RankExited] = []
     heard: set[str] = set()
     for one in near:
@@ -270,7 +306,10 @@ def _gravity(finding: Finding) -> int:
 
 
 def _written(one: RankExited) -> float | None:
-    """When a rank wrote its error, by its node's clock; None where it did not, or its clock cannot be right."""
+    """Return when a rank wrote its error, by its node's clock, in Unix seconds.
+
+    None: it wrote none, or its clock cannot be right.
+    """
     if one.error is None or one.error.timestamp is None:
         return None
     late = one.at.timestamp() - one.error.timestamp
@@ -288,7 +327,8 @@ def _read(one: RankExited, known: _Readers) -> _Reading:
 
 def _of_exit(reading: _Reading, others: str) -> Diagnosis:
     root, ending = reading.exit, reading.ending
-    # What the kernel saw a program do, or saw of the network and the disks, is closer to the fault than the program's own words.
+    # What the kernel reports of a program, the network or the disks is closer to the fault than
+    # the program's own messages.
     seen = next((f for f in reading.kernel if f.role is Role.ROOT and f.cause is not None and _is_ours(f, root)), None)
     if ending.cause is Cause.OUT_OF_MEMORY:
         seen = ending
@@ -303,7 +343,7 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
     return Diagnosis(
         cause,
         f"{_ended(root, ending)}{_detail(root, ending, told)}{others}",
-        # Who waits in vain is the first to complain and the last to be at fault.
+        # A rank that times out while it waits reports first, but is rarely the one at fault.
         nodes=(root.node,) if cause is not Cause.HANG else (),
         gpus=(seen.gpu,) if seen is not None and seen.gpu else (),
         ranks=_numbers([root]),
@@ -316,7 +356,10 @@ def _of_exit(reading: _Reading, others: str) -> Diagnosis:
 
 
 def _is_ours(finding: Finding, root: RankExited) -> bool:
-    """Whether the kernel means this rank; where it names nobody, or we do not know the rank's own number, it may."""
+    """Return whether a kernel finding may be about this rank.
+
+    It may where it names no pid, or where the rank's own pid is not known.
+    """
     return finding.pid is None or root.pid is None or finding.pid == root.pid
 
 
@@ -329,12 +372,12 @@ def _who(one: RankExited) -> str:
 
 
 def _numbers(exits: Iterable[RankExited]) -> tuple[int, ...]:
-    """Of those that are ranks."""
+    """Return the rank numbers of the exits that are not of launchers."""
     return tuple(one.rank for one in exits if not one.launcher)
 
 
 def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
-    """What is known beyond how the rank ended, as a clause that follows it."""
+    """Return what is known beyond how the rank ended, as a clause to append."""
     if root.error:
         said = root.error.message.splitlines()[0] if root.error.message else "an error without a message"
         kernel = f" ({told.reason})" if told is not None and told.source == "kernel" else ""
@@ -349,7 +392,7 @@ def _detail(root: RankExited, ending: Finding, told: Finding | None) -> str:
 
 
 def _of_cascades(failed: list[RankExited], more: int, known: _Readers) -> Diagnosis:
-    """Only echoes: whatever broke the connections was seen by nobody."""
+    """Return the diagnosis when all failed ranks are echoes: no rank saw what broke connections."""
     first = failed[0]
     for one in failed:
         lost = next((f for f in known.kernel(one.kernel) if f.role in (Role.ROOT, Role.CONFIRMATION) and f.cause is Cause.NETWORK), None)
@@ -380,13 +423,19 @@ def find_highest(job: JobState, fault: LaunchRefused) -> NodeRefusal | None:
 
 
 def has_gone_above(job: JobState) -> bool:
-    """Whether the newest launches went on above what nodes claimed to have seen, as many as a reset can explain."""
+    """Return whether the newest `MAX_CLAIMS` launches all went above a token that a node claimed.
+
+    That is as many as a reset of the workflow can explain.
+    """
     newest = job.tries[-MAX_CLAIMS:]
     return len(newest) == MAX_CLAIMS and all(one.rung == CLAIMED for one in newest)
 
 
 def _of_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
-    """A node that claims each time to have seen a higher token than the last: one reset of the workflow takes numbers back once."""
+    """Return the diagnosis for a node that keeps claiming higher tokens; None: no such node.
+
+    A reset of the workflow sets the generation numbers back only once, so it does not explain this.
+    """
     claim = find_highest(job, fault)
     if claim is None or not has_gone_above(job):
         return None
@@ -405,7 +454,7 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
                 code=refusal.why,
                 certainty=Certainty.CERTAIN,
                 exit_code=code,
-                # Nothing was started, and nothing would be by asking again.
+                # No rank was started, and a retry would be refused in the same way.
                 do_not_restart=cause is Cause.USER_INPUT,
             )
     first = fault.refusals[0]
@@ -413,26 +462,32 @@ def _of_refusal(fault: LaunchRefused) -> Diagnosis:
 
 
 def _is_echo(observation: RankExited, known: _Readers) -> bool:
-    """Whether a rank's last words say that it failed because a peer did, and nothing in them names a fault of its own."""
+    """Return whether a rank's last lines blame a peer's failure and name no fault of the rank."""
     return known.is_echo(_last_words(observation))
 
 
 def _last_words(observation: RankExited) -> tuple[str, ...]:
-    """Where a rank says why it ends: its error's message, else the end of its log (the last line of a traceback)."""
+    """Return the text in which a rank says why it ended.
+
+    That is its error's message, else the end of its log (the last line of a traceback).
+    """
     if observation.error:
         return (observation.error.message,)
     return tuple(line for line in observation.log_tail if line.strip())[-3:]
 
 
 def _all_words(observation: RankExited) -> tuple[str, ...]:
-    """The error's message first: the log may hold what other libraries said long before."""
+    """Return the error's message, then the log.
+
+    The message comes first because the log may hold older messages of other libraries.
+    """
     if observation.error:
         return (observation.error.message, *observation.log_tail)
     return observation.log_tail
 
 
 def _exit_code(one: RankExited) -> int:
-    """As a shell would report it."""
+    """Return the exit code as a shell reports it: 128 + signal for a signal."""
     return 128 + one.signal if one.signal is not None else one.exit_code if one.exit_code is not None else 1
 
 

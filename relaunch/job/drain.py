@@ -1,4 +1,7 @@
-"""Nodes that somebody wants of a job: when it leaves them, and what people may say to that. Why a node is wanted others say."""
+"""Drain requests for a job's nodes: when the job leaves them, and which answers people may give.
+
+The reason of a request is given by the requester.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ from datetime import datetime
 from relaunch.job.state import JobState, Leaving, Phase
 
 NAMED = 4
-"""Of the nodes that a job is to leave: what comes next is one line, also when a whole rack is drained."""
+"""Maximum number of nodes to leave that are named: the text is one line even for a whole rack."""
 
 
 def left_out(job: JobState, now: datetime) -> tuple[str, ...]:
-    """Nodes that a launch does not use: those that are wanted, where nobody has said no to it, or where the time for that is over."""
+    """Return the nodes that a launch does not use because of drain requests.
+
+    These are the requests that were not denied, or whose time to leave has come.
+    """
     return tuple(one.node for one in job.leaving if not one.denied or now >= one.until)
 
 
 def at_checkpoint(job: JobState) -> tuple[Leaving, ...]:
-    """What is left as soon as a checkpoint is finished."""
+    """Return the drain requests that take effect as soon as a checkpoint is finished."""
     return tuple(one for one in job.leaving if not one.denied) if job.phase is Phase.RUNNING else ()
 
 
@@ -29,7 +35,7 @@ def why(one: Leaving) -> str:
 
 
 def may_answer_leave(job: JobState, decision: str, node: str, now: datetime) -> str:
-    """Why this is no answer to whoever wants the node, a clause; empty: it is one."""
+    """Return a clause that says why this is no answer to a drain request; empty: it is one."""
     one = wanted(job, node)
     if one is None or job.ending is not None:
         return f"nobody wants {node} of {job.name}"
@@ -41,12 +47,12 @@ def may_answer_leave(job: JobState, decision: str, node: str, now: datetime) -> 
 
 
 def pending(job: JobState) -> tuple[str, ...]:
-    """What is wanted of the job, until when, and what people may say to it."""
+    """Return one clause per drain request: the node, the deadline, and the possible answers."""
     return tuple(_told(job.name, one) for one in job.leaving) if not job.phase.is_final and job.ending is None else ()
 
 
 def what_next(job: JobState) -> str:
-    """`JobState.next` and what else will happen: a node that has to be left is left whatever comes next."""
+    """Return `JobState.next` and the open drain requests, which apply whatever comes next."""
     told = pending(job)
     more = (f"{len(told) - NAMED} more nodes are wanted",) if len(told) > NAMED else ()
     return "; ".join((job.next.what, *told[:NAMED], *more))

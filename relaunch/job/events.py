@@ -1,4 +1,4 @@
-"""What a job acts on: events, in the past tense. What to do about them is `decide`'s."""
+"""The events that a job acts on, named in the past tense. `decide` chooses the response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relaunch.spec.policy import Policy, Strategy
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A person started the job, or started it again from its old state."""
+    """A person submitted the job, or submitted it again from its old state."""
 
     reason: str
     by: str
@@ -29,13 +29,13 @@ class NodesAcquired:
     slots: tuple[Slot, ...]
     """In the order of their group ranks."""
     fewer: str = ""
-    """Why they are fewer than the job would take, a clause; empty: they are not."""
+    """A clause that says why there are fewer than the job would take; empty: there are not."""
     kind: Literal["NodesAcquired"] = "NodesAcquired"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOrdered:
-    """The order to launch goes out with this: from here on ranks of it may exist."""
+    """The order to launch is sent: from then on ranks of this generation may exist."""
 
     generation: int
     launch: LaunchedGeneration
@@ -44,13 +44,13 @@ class LaunchOrdered:
 
 @dataclass(frozen=True, slots=True)
 class RanksFound:
-    """Ranks of an earlier submission live on these nodes: it was ended without stopping them."""
+    """Ranks of an earlier submission may be alive here: it ended without stopping them."""
 
     nodes: tuple[str, ...]
     launched: tuple[LaunchedGeneration, ...] = ()
-    """What is known of the launches that they may be of."""
+    """The known launches to which they may belong."""
     places: tuple[StartedPlaces, ...] = ()
-    """Where they may have been started, of a launch that was given up half-way."""
+    """Where a launch that was given up before it completed may have started them."""
     kind: Literal["RanksFound"] = "RanksFound"
 
 
@@ -58,13 +58,13 @@ class RanksFound:
 class NodesMissing:
     reason: str
     hopeless: bool = False
-    """No wait can help: the fleet has fewer nodes than the job asks for, or there is no such fleet."""
+    """Whether no wait can help: the fleet has too few nodes in total, or there is no such fleet."""
     kind: Literal["NodesMissing"] = "NodesMissing"
 
 
 @dataclass(frozen=True, slots=True)
 class NodesOffered:
-    """The fleet keeps these for the job for a while, beside those that it has."""
+    """The fleet reserves these nodes for the job for a while, in addition to those that it has."""
 
     nodes: tuple[str, ...]
     until: datetime
@@ -73,11 +73,11 @@ class NodesOffered:
 
 @dataclass(frozen=True, slots=True)
 class NodesGranted:
-    """The fleet's answer to a job that asked for more, while its ranks ran on."""
+    """The fleet's answer to a job that asked for more nodes while its ranks keep running."""
 
     generation: int
     nodes: tuple[str, ...]
-    """All that it may have now."""
+    """All nodes that the job may have now."""
     kind: Literal["NodesGranted"] = "NodesGranted"
 
 
@@ -87,9 +87,9 @@ class Launched:
     stopped_at: datetime
     """When every older rank was proven gone on all nodes."""
     started_at: datetime
-    """When every node had answered that its ranks run."""
+    """When every node had reported that its ranks run."""
     places: dict[str, str] = field(default_factory=dict)
-    """`Place.text` by node: where they were started."""
+    """`Place.text` by node: where the ranks were started."""
     kind: Literal["Launched"] = "Launched"
 
 
@@ -97,7 +97,8 @@ class Launched:
 class NodeRefusal:
     node: str
     why: str
-    """The agent's word: not_above, stopped, stuck, expired, command_not_found, workdir_missing, cannot_start, …"""
+    """The agent's refusal code: not_above, stopped, stuck, expired, command_not_found,
+    workdir_missing, cannot_start, …"""
     reason: str
     highest: tuple[int, int] | None = None
     """(submission, generation) that the node has seen, for not_above and stopped."""
@@ -108,25 +109,28 @@ class LaunchRefused:
     generation: int
     refusals: tuple[NodeRefusal, ...]
     started: bool = False
-    """`start` was sent to some node: its ranks may run."""
+    """Whether `start` was sent to some node, so that its ranks may run."""
     places: dict[str, str] = field(default_factory=dict)
-    """As in Launched, where some may have been started."""
+    """As in Launched, for the nodes where ranks may have been started."""
     kind: Literal["LaunchRefused"] = "LaunchRefused"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchFailed:
-    """Some nodes did not answer."""
+    """A launch failed because some nodes did not answer."""
 
     generation: int
     unreachable: tuple[str, ...]
     started: bool
-    """`start` was sent: ranks may run on any of the nodes. Otherwise only older ranks may live, where there were some."""
+    """Whether `start` was sent, so that ranks may run on any of the nodes.
+
+    Otherwise only older ranks may be alive, where there were some.
+    """
     may_start_within: timedelta
-    """How long a node that did not answer may still take an order that was sent."""
+    """How long a node that did not answer may still accept an order that was sent."""
     reason: str
     places: dict[str, str] = field(default_factory=dict)
-    """As in Launched, where some may have been started."""
+    """As in Launched, for the nodes where ranks may have been started."""
     elsewhere: tuple[str, ...] = ()
     """Those of `unreachable` that answer, but not from where older ranks were started."""
     kind: Literal["LaunchFailed"] = "LaunchFailed"
@@ -136,15 +140,18 @@ class LaunchFailed:
 class FaultObserved:
     generation: int
     observations: tuple[Observation, ...]
-    """Earliest first. Only those that may be the root; the rest is counted in `more`."""
+    """Only those that may be the root, the earliest first; the others are counted in `more`."""
     more: int
     opened_at: datetime
     """When the first of them reached the watcher."""
     silent: tuple[tuple[str, timedelta], ...] = ()
-    """Nodes that did not answer at that moment, and for how long: not lost yet, but suspects where nobody else is."""
+    """Nodes that did not answer at that moment, and for how long.
+
+    They are not lost yet, but they are the suspects where there is no other.
+    """
     unheard: tuple[tuple[str, timedelta], ...] = ()
-    """Nodes reported lost before that have not returned, and for how long this watch has not heard
-    them: newer than what was reported."""
+    """Nodes that were reported lost and have not returned, and for how long this watch has not
+    heard from them: newer than the report of their loss."""
     kind: Literal["FaultObserved"] = "FaultObserved"
 
 
@@ -156,15 +163,18 @@ class RanksSucceeded:
 
 @dataclass(frozen=True, slots=True)
 class NodeUnreachable:
-    """A live watcher tried for `lost_after` and failed."""
+    """A live watcher has tried to reach a node for `lost_after` and failed."""
 
     generation: int
     node: str
     unheard_for: timedelta
-    """Since its last word to this watcher (or since this watcher began): an age, because clocks of controllers differ."""
+    """Time since the node's last answer to this watcher, or since this watcher began.
+
+    An age instead of a date, because the clocks of controllers differ.
+    """
     reason: str
     is_elsewhere: bool = False
-    """It answers, but not from where its ranks were started; `reason` says so, naming it."""
+    """It answers, but not from where its ranks were started; `reason` says so with its name."""
     kind: Literal["NodeUnreachable"] = "NodeUnreachable"
 
 
@@ -191,7 +201,7 @@ class RanksHung:
 
 @dataclass(frozen=True, slots=True)
 class ProgressSeen:
-    """Rides with every report of a watch."""
+    """The step that training has reached, sent with every report of a watch."""
 
     generation: int
     step: int
@@ -211,7 +221,10 @@ class StepReached:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """A checkpoint was finished, since somebody waits for one: of this step, or a later one, by each rank that tells of its own."""
+    """A checkpoint was finished while the job waits for one.
+
+    Each rank that reports its own checkpoints has finished that of this step, or a later one.
+    """
 
     generation: int
     step: int
@@ -221,13 +234,13 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """No rank is left on these nodes: proven, or fenced by the time that has passed."""
+    """No rank is left on these nodes: this is proven, or they must have fenced by now."""
 
     generation: int
     nodes: tuple[str, ...]
     at: datetime
     fenced: tuple[str, ...] = ()
-    """Those of `nodes` that did not answer, and must have stopped their ranks themselves by now."""
+    """Those of `nodes` that did not answer and must have stopped their ranks themselves by now."""
     kind: Literal["RanksStopped"] = "RanksStopped"
 
 
@@ -235,7 +248,7 @@ class RanksStopped:
 class NodesExamined:
     generation: int
     examined: tuple[ExaminedNode, ...]
-    """One per suspect that was asked about; one that did not answer is there with the verdict UNKNOWN."""
+    """One for each examined suspect; a node that did not answer has the verdict UNKNOWN."""
     kind: Literal["NodesExamined"] = "NodesExamined"
 
 
@@ -251,11 +264,11 @@ class RepairEnded:
 
 @dataclass(frozen=True, slots=True)
 class RepairAsks:
-    """A repair that the job waits for waits for a person, or does no longer."""
+    """A repair that the job waits for has a question to a person, or has none any longer."""
 
     node: str
     question: str
-    """Empty: it has its answer, or goes on without one."""
+    """Empty: it was answered, or the repair continues without an answer."""
     until: datetime | None = None
     kind: Literal["RepairAsks"] = "RepairAsks"
 
@@ -265,7 +278,10 @@ class DeadlinePassed:
     """The declared end of a wait (`Wait.until`)."""
 
     due: datetime | None = None
-    """Of which wait: its end and an answer may come in one moment. None: of whichever there is."""
+    """Identifies the wait, because its deadline and an answer may come at the same time.
+
+    None: the present wait.
+    """
     kind: Literal["DeadlinePassed"] = "DeadlinePassed"
 
 
@@ -287,15 +303,15 @@ class RetryRequested:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a person says to what the job asks, or takes out of its hands."""
+    """A person answered a question of the job, or took the job over."""
 
     decision: Literal["approve", "deny", "snooze", "take-over"]
     reason: str
     by: str
     until: datetime | None = None
-    """Of a snooze: when it is asked again."""
+    """For a snooze: when the question is asked again."""
     node: str = ""
-    """Which somebody wants of the job: this is said to that, and not to what the job asks."""
+    """If set, this answers the drain request for that node, not the job's question."""
     kind: Literal["Answered"] = "Answered"
 
 
@@ -309,7 +325,11 @@ class NodeDeclaredDead:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Somebody wants a node: a person, for maintenance, or the fleet, because it has to be examined and others are on it too."""
+    """The job is asked to leave a node.
+
+    The requester is a person, for maintenance, or the fleet, which has to examine a node that
+    other jobs use too.
+    """
 
     node: str
     reason: str
@@ -320,7 +340,7 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class DrainCancelled:
-    """Nobody wants that node any more."""
+    """The request to leave that node was withdrawn."""
 
     node: str
     reason: str
@@ -329,7 +349,7 @@ class DrainCancelled:
 
 @dataclass(frozen=True, slots=True)
 class DrainDue:
-    """The time until which the job should have left a node by itself is over."""
+    """The deadline until which the job could leave a node at a time of its choice has passed."""
 
     node: str
     kind: Literal["DrainDue"] = "DrainDue"
@@ -353,7 +373,7 @@ class IncidentsArchived:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionRaised:
-    """A later submission of this job is known than its number says, so it takes a higher one before anything is launched."""
+    """A later submission number of this job is known, so it takes a higher one before a launch."""
 
     submission: int
     kind: Literal["SubmissionRaised"] = "SubmissionRaised"
@@ -361,7 +381,7 @@ class SubmissionRaised:
 
 @dataclass(frozen=True, slots=True)
 class MessageRejected:
-    """A signal that could not be understood, or was refused; kept so that its sender sees why nothing happened."""
+    """A signal that could not be parsed, or was refused; kept to show its sender why."""
 
     name: str
     reason: str

@@ -1,4 +1,4 @@
-"""When silence is proof: how a cut-off node comes to stop its own ranks, and when that must have happened.
+"""Compute when a node that is cut off must have stopped its own ranks: its silence is then proof.
 
 The protocol is docs/reference/agent-protocol.md, "Lease and fence"; tests/model explores it.
 """
@@ -14,9 +14,9 @@ from relaunch.job.state import JobState
 from relaunch.spec.policy import Timeouts
 
 MOST_PEERS = 16
-"""Supervisors that one supervisor asks; in larger gangs a stop travels through them."""
+"""Maximum number of supervisors that one asks; in larger gangs a stop spreads over several hops."""
 FENCE_MARGIN = timedelta(seconds=5)
-"""For a keeper that is scheduled late, SIGKILL that takes its time, and clocks that run at slightly different rates."""
+"""Allowance for a shim that is scheduled late, a slow SIGKILL, and different clock rates."""
 
 
 def will_fence(job: JobState, nodes: int) -> bool:
@@ -25,7 +25,7 @@ def will_fence(job: JobState, nodes: int) -> bool:
 
 
 def plan_generation(job: JobState, generation: int, nodes: tuple[str, ...]) -> LaunchedGeneration:
-    """Return what a launch by the job's present policy is written down as."""
+    """Return the record of a launch under the job's present policy."""
     times = job.policy.timeouts
     return LaunchedGeneration(
         submission=job.submission,
@@ -41,7 +41,7 @@ def plan_generation(job: JobState, generation: int, nodes: tuple[str, ...]) -> L
 
 
 def unknown_generation(nodes: tuple[str, ...]) -> LaunchedGeneration:
-    """Return the record of ranks whose times are not known: silence never proves them gone."""
+    """Return the record of ranks whose timeouts are not known: silence never proves them gone."""
     zero = timedelta(0)
     return LaunchedGeneration(0, 0, nodes, len(nodes), False, zero, zero, zero, zero)
 
@@ -49,8 +49,8 @@ def unknown_generation(nodes: tuple[str, ...]) -> LaunchedGeneration:
 def living_generations(job: JobState) -> tuple[LaunchedGeneration, ...]:
     """Return the launches whose ranks may be alive.
 
-    A state without any (written by a version that kept none, or before the first launch) is
-    judged by its policy.
+    For a state without any (written by a version that kept none, or before the first launch), the
+    result is derived from its policy.
     """
     if job.launched or not (job.maybe_alive or job.slots):
         return job.launched
@@ -61,10 +61,10 @@ def living_generations(job: JobState) -> tuple[LaunchedGeneration, ...]:
 
 
 def running_timeouts(job: JobState) -> Timeouts:
-    """Return the time-outs of the ranks that run: their lease is that of their launch.
+    """Return the timeouts of the running ranks: lease and fence times are those of their launch.
 
-    A policy that changed since says only how they are watched. Leases are renewed from
-    heartbeats, of which several have to come within one.
+    A later policy change affects only how they are watched. Heartbeats renew the lease, so at least
+    three of them have to fit into one lease.
     """
     times = job.policy.timeouts
     own = job.submission, job.generation
@@ -84,7 +84,7 @@ def running_timeouts(job: JobState) -> Timeouts:
 def fences(job: JobState) -> bool:
     """Return whether all ranks that may be alive stop themselves when they are cut off.
 
-    Before the first launch: whether those of the next one will.
+    Before the first launch: whether the ranks of the next launch will.
     """
     if job.launched:
         return all(one.fences for one in job.launched)
@@ -94,8 +94,8 @@ def fences(job: JobState) -> bool:
 def may_leave_lost_behind(job: JobState) -> bool:
     """Return whether ranks may be launched without the lost nodes, once those must have fenced.
 
-    Not when every node of a gang is lost: they may see each other and rightly go on, and none is
-    left that could be proven stopped.
+    Not when every node of a gang is lost: they may still reach each other and rightly continue, and
+    no node is left that could be proven stopped.
     """
     lost = set(job.lost_names)
     gangs = [set(one.nodes) for one in living_generations(job)]
@@ -103,9 +103,10 @@ def may_leave_lost_behind(job: JobState) -> bool:
 
 
 def peers_of(group_rank: int, nodes: int) -> tuple[int, ...]:
-    """Return the group ranks that a node asks: all others, or 16 of them, chosen so that every node is at most `hops` questions away.
+    """Return the group ranks that a node asks: all others, or 16 of them.
 
-    With more than 17 nodes, node i asks 16·i … 16·i + 15 (mod n): a de Bruijn graph, whose diameter is ⌈log₁₆ n⌉.
+    The 16 are chosen so that every node is reached within `hops` requests: with more than 17 nodes,
+    node i asks 16·i … 16·i + 15 (mod n), a de Bruijn graph, whose diameter is ⌈log₁₆ n⌉.
     """
     if nodes - 1 <= MOST_PEERS:
         return tuple(other for other in range(nodes) if other != group_rank)
@@ -114,7 +115,7 @@ def peers_of(group_rank: int, nodes: int) -> tuple[int, ...]:
 
 
 def hops(nodes: int) -> int:
-    """How many times `fence_after` a stop may need to reach the last node."""
+    """Return how many times `fence_after` a stop may need to reach the last node."""
     count, reach = 1, MOST_PEERS + 1 if nodes <= MOST_PEERS + 1 else MOST_PEERS
     while reach < nodes:
         count, reach = count + 1, reach * MOST_PEERS
@@ -137,18 +138,20 @@ def safe_launch_at(
 ) -> float | None:
     """Return when no rank of these generations can be alive, on whatever node.
 
-    One leased node is enough to keep a silent one alive, and any node of its gang may be that one
-    until it is stopped or its own lease has run out. So the wait starts at the last of these
-    moments, not at the first. The rule: docs/reference/agent-protocol.md, "Lease and fence".
+    One node with a valid lease is enough to keep a silent node's ranks alive, and any node of its
+    gang may be that one until it is stopped or its own lease has expired. So the wait starts at the
+    last of these moments, not at the first. The rule: docs/reference/agent-protocol.md, "Lease and
+    fence".
 
     Args:
         generations: The launches whose ranks may be alive.
-        since: A moment at which no watch renewed leases of these generations any more.
-        stopped_at: When a node was proven stopped, of all of these generations that were on it.
-        last_heard: When a lease was renewed last, at the latest, of nodes known to be lost before
-            `since`; a moment ahead where an order may still start ranks. Others: `since`.
+        since: A moment from which on no watch renews leases of these generations.
+        stopped_at: By node, when all of these generations on it were proven stopped.
+        last_heard: By node known to be lost before `since`, the latest moment at which its lease
+            may have been renewed; later than `since` where an order may still start ranks. For
+            other nodes `since` is used.
 
-    All times are seconds of one clock that is never stepped.
+    All times are seconds of one monotonic clock.
 
     Returns:
         None where no wait is long enough: a generation does not fence, or none of its nodes is
@@ -163,8 +166,8 @@ def safe_launch_at(
             return None
         heard = [last_heard.get(n, since) for n in unproven]
         if not one.complete:
-            # An order that is on its way may start ranks, whose first lease runs from then on. An
-            # older silence says nothing of them.
+            # An order in flight may start ranks, whose first lease runs from then on. An earlier
+            # silence of the node proves nothing about them.
             heard = [max(moment, since + one.valid_for.total_seconds()) for moment in heard]
         leased = [moment + one.lease.total_seconds() for moment in heard]
         stopped = [stopped_at[n] for n in one.nodes if n in stopped_at]
@@ -174,9 +177,9 @@ def safe_launch_at(
 
 
 def safe_after(job: JobState, stopped_at: datetime) -> datetime | None:
-    """Return when a launch without the lost nodes is safe, if all others are stopped at `stopped_at`.
+    """Return when a launch without the lost nodes is safe, if all others stop at `stopped_at`.
 
-    For people: what the wait itself is measured by never reads a clock that may be stepped.
+    For display only: the wait itself is measured by a clock that is never stepped.
     None: no wait is long enough.
     """
     if not may_leave_lost_behind(job):

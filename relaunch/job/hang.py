@@ -1,4 +1,7 @@
-"""Whether training stands still. Not reported is unknown: what never reported progress is never called hung for that."""
+"""Detect training that no longer advances.
+
+A job that never reported progress is not called hung for missing progress.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,46 @@ from datetime import datetime, timedelta
 from relaunch.spec.policy import HangLimits
 
 SAFETY_FACTOR = 5
-"""A step may take this many times the longest one seen (nvidia-resiliency-ext's default safety factor)."""
+"""A step may take this many times the longest one seen.
+
+This is nvidia-resiliency-ext's default safety factor.
+"""
 LEARNED_FROM = 5
-"""Intervals before the learned limit is trusted (nvidia-resiliency-ext leaves out as many warm-up iterations)."""
+"""Intervals before the learned limit is trusted.
+
+nvidia-resiliency-ext leaves out as many warm-up iterations.
+"""
 KEPT_INTERVALS = 50
 LEARNED_FLOOR = timedelta(minutes=15)
-"""A learned limit is never shorter: an evaluation or a checkpoint that the program does not announce takes minutes,
-and steps say nothing about how long."""
+"""A learned limit is never shorter.
+
+An evaluation or a checkpoint that the program does not announce takes minutes, and the times of
+steps do not show how many.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How one generation advances, by the watcher's clock. It rides in heartbeat details, so a new watcher need not learn anew."""
+    """How one generation advances, by the watcher's clock.
+
+    It is stored in the heartbeat details, so that a new watcher need not learn it again.
+    """
 
     started_at: datetime
     expected: bool
-    """Progress was reported by this job before, or now."""
+    """Whether this job has reported progress, in this generation or an earlier one."""
     step: int | None = None
     advanced_at: datetime | None = None
     intervals: tuple[float, ...] = ()
     """Seconds between advances, the newest last."""
     steps: tuple[int, ...] = ()
-    """By how many steps each of them advanced: a watcher sees one report for many steps."""
+    """By how many steps training advanced in each interval: one report may cover many steps."""
     doing: str | None = None
-    """What a rank says it is busy with beside stepping: checkpoint, evaluation."""
+    """What a rank reports to be doing other than stepping: checkpoint, evaluation."""
 
 
 def advance(pace: Pace, step: int, at: datetime, doing: str | None = None) -> Pace:
-    """Take in the step that all reporting ranks have reached."""
+    """Return the pace with the step that all reporting ranks have reached."""
     if pace.step is not None and step <= pace.step:
         return replace(pace, doing=doing)
     intervals, steps = pace.intervals, pace.steps
@@ -46,13 +61,13 @@ def advance(pace: Pace, step: int, at: datetime, doing: str | None = None) -> Pa
 
 
 def rate(pace: Pace, advances: int = 10) -> float | None:
-    """Steps a second over the newest advances; None: not known yet."""
+    """Return the steps per second over the newest advances; None: not known yet."""
     seconds = sum(pace.intervals[-advances:])
     return sum(pace.steps[-advances:]) / seconds if seconds > 0 else None
 
 
 def limit(pace: Pace, limits: HangLimits) -> timedelta | None:
-    """How long the step may stay flat now; None: no limit."""
+    """Return how long the step may now stay the same; None: no limit."""
     if limits.after == "off" or not pace.expected:
         return None
     if pace.doing == "checkpoint":

@@ -1,4 +1,7 @@
-"""The story of a fault, as people read it: it opens with the diagnosis, takes each decision, and closes when training got further."""
+"""Maintain a job's incidents, the history of each fault for people.
+
+An incident opens with the diagnosis, records each decision, and closes when training advances.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,20 @@ from relaunch.job.events import ProgressSeen, StepReached
 from relaunch.job.state import Decision, DecisionRecord, Diagnosis, FaultRecord, Incident, JobState, Phase, Relaunch, Repair, Wait
 
 KEPT_DECISIONS = 40
-"""Of one incident; a loop of relaunches must not fill the state."""
+"""Maximum number of decisions kept in one incident: a relaunch loop must not fill the state."""
 NAMED = 16
-"""Suspects kept in an incident: when a rack of hundreds goes, a person needs to see that, not each name ten times over."""
+"""Maximum number of suspects kept in an incident.
+
+When hundreds of nodes fail at once, a person needs to see that, not all names ten times.
+"""
 MAX_FAULTS = 16
 """Fault records kept in an incident: the first half and the newest half."""
 MAX_REASON = 500
-"""Characters kept of a fault's reason: the incident's own keeps all of the first one's."""
+"""Characters kept of a fault's reason; the incident itself keeps the first fault's whole reason."""
 ACTING = ("Relaunch", "Examine", "Repair")
 """Decisions that stop ranks because of a fault."""
 TRACEBACK_LIMIT = 4096
-"""Characters kept of the root cause's traceback, from its end, where the error stands."""
+"""Characters kept from the end of the root cause's traceback, where the error is."""
 
 
 def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: datetime) -> JobState:
@@ -35,7 +41,7 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
         code=diagnosis.code,
     )
     if job.incident is not None:
-        # What is said of ranks that are being stopped for the end of the job changes nothing.
+        # Faults of ranks that are being stopped because the job ends are not recorded.
         return job if job.ending is not None else replace(job, incident=_with_fault(job.incident, fault))
     reached = job.furthest_step
     if job.progress is not None:
@@ -59,7 +65,10 @@ def open_incident(job: JobState, diagnosis: Diagnosis, opened: datetime, now: da
 
 
 def add_unhealthy_nodes(job: JobState, fault: Diagnosis, unhealthy: tuple[str, ...], reason: str, now: datetime) -> JobState:
-    """Add nodes that an examination found unhealthy to the open incident, where no fault of this generation names them."""
+    """Add the examined unhealthy nodes to the open incident, as a fault.
+
+    Nodes that a fault of this generation already names are left out.
+    """
     if job.incident is None:
         return job
     known = {node for one in job.incident.faults if one.generation == job.generation for node in one.nodes}
@@ -71,7 +80,7 @@ def add_unhealthy_nodes(job: JobState, fault: Diagnosis, unhealthy: tuple[str, .
 
 
 def withdraw_loss(job: JobState, node: str) -> JobState:
-    """Withdraw the loss of a node that answers again, where no ranks were stopped since it was detected."""
+    """Withdraw the loss of a node that answers again, if no ranks were stopped since then."""
     if job.incident is None:
         return job
     reason = f"{node} answers again, and nothing was stopped"
@@ -83,7 +92,10 @@ def withdraw_loss(job: JobState, node: str) -> JobState:
 
 
 def is_acted_on(incident: Incident, fault: FaultRecord) -> bool:
-    """Return whether ranks were stopped since the fault was detected; a fault that is no loss of a node stops them itself."""
+    """Return whether ranks were stopped since the fault was detected.
+
+    Any fault other than a lost node stops the ranks itself.
+    """
     if fault.cause is not Cause.NODE_LOST:
         return True
     half = KEPT_DECISIONS // 2
@@ -138,7 +150,7 @@ def record_decision(job: JobState, decision: Decision, now: datetime) -> JobStat
         return job
     incident = job.incident
     if isinstance(decision, Wait) and decision.phase in (Phase.LAUNCHING, Phase.RUNNING):
-        return job  # what follows from a decision already written down
+        return job  # it follows from a decision that is already recorded
     strategy, spent, left = None, False, ""
     if isinstance(decision, Relaunch | Repair):
         strategy, spent, left = decision.strategy, decision.spent, decision.left

@@ -1,4 +1,4 @@
-"""Walks a ladder: which rung is next for a fault, what its tries count, and what is left of the budgets."""
+"""Choose the next rung of a ladder for a fault, count tries, and report the remaining budgets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWERS = "`answer` approve (a new launch), deny (the job ends), snooze or take-
 
 
 def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[str, ...]) -> Decision:
-    """Take the first rung of the cause's ladder that has a try left and whose conditions hold."""
+    """Return the decision of the first rung of the ladder that applies and has a try left."""
     fault = _told(recovering)
     if (limit := job.policy.no_progress_stop) != "off" and fault.cause in OWN_CAUSES and job.flat_generations >= limit:
         return _fail(fault, f"{job.flat_generations} generations in a row ended without passing step {job.furthest_step}")
@@ -29,7 +29,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
     for rung in job.policy.ladder(fault.cause):
         asked = asked or bool(rung.when)
         if recovering.examined is not None and not asked:
-            continue  # passed before the question; the suspects may be others since, with tries of their own
+            continue  # already skipped before the examination, whose new suspects may have other tries
         if not _applies(job, rung, fault, recovering, without):
             continue
         used = tries_used(job, rung, fault, now)
@@ -56,7 +56,7 @@ def climb(job: JobState, recovering: Recovering, now: datetime, without: tuple[s
 
 
 def launches_without_progress(job: JobState) -> int:
-    """Launches since training last got further, or a person gave the budgets back."""
+    """Return the number of tries since training last made progress or the budgets were renewed."""
     since = max((at for at in (job.progressed_at, job.renewed_at) if at is not None), default=None)
     return sum(1 for one in job.tries if since is None or one.at >= since)
 
@@ -66,18 +66,19 @@ def _reached(job: JobState) -> str:
 
 
 def tries_used(job: JobState, rung: Rung, fault: Diagnosis, now: datetime) -> int:
-    """How many earlier tries count against this rung for this fault."""
+    """Return how many earlier tries count against this rung for this fault."""
     tries = _row(job, rung, fault) if rung.consecutive else job.tries
     if rung.window is not None:
         tries = tuple(one for one in tries if one.at > now - rung.window)
     elif job.renewed_at is not None:
-        # Progress and the next fault often come in one report, and so at one time: a try of that very moment is after the renewal.
+        # Progress and the next fault often come in one report, and so have the same time: a try at
+        # that time comes after the renewal.
         tries = tuple(one for one in tries if one.at >= job.renewed_at)
     return sum(1 for one in tries if one.rung == rung.label and _same(one, fault, rung))
 
 
 def _row(job: JobState, rung: Rung, fault: Diagnosis) -> tuple[Try, ...]:
-    """The newest tries, back to what began the row anew."""
+    """Return the newest consecutive tries, back to the last reset."""
     begins = 0
     for index, one in enumerate(job.tries):
         if one.cause in rung.reset_by if rung.reset_by else one.cause is not fault.cause:
@@ -108,12 +109,15 @@ def _same(one: Try, fault: Diagnosis, rung: Rung) -> bool:
 
 
 def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Nobody suspected twice is the same as well: what cannot be told apart is counted together."""
+    """Return whether two lists of suspects share one, or are equal (for example both empty).
+
+    Faults that cannot be told apart are counted together.
+    """
     return bool(set(one) & set(other)) or one == other
 
 
 def left_with(job: JobState, without: tuple[str, ...]) -> tuple[Slot, ...]:
-    """Return the places that the job could go on with alone, if it did not use these nodes."""
+    """Return the slots with which the job could continue if it did not use these nodes."""
     gone = {*without, *(one.node for one in job.leaving if not one.denied), *(one.node for one in job.avoided)}
     return tuple(slot for slot in job.slots if slot.node not in gone)
 
@@ -132,7 +136,7 @@ def _applies(job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovering
     if rung.codes and not {fault.code, f"exit {fault.exit_code}"} & set(rung.codes):
         return False
     if rung.when and recovering.examined is None:
-        return True  # where nobody is suspected, an examination may find whom
+        return True  # without a suspect, an examination may find one
     if rung.strategy.repairs:
         return bool(fault.nodes)
     if rung.strategy is Strategy.SHRINK:
@@ -143,7 +147,7 @@ def _applies(job: JobState, rung: Rung, fault: Diagnosis, recovering: Recovering
 
 
 def _told(recovering: Recovering) -> Diagnosis:
-    """The fault as the examination left it: its suspects are those found unhealthy, where any were."""
+    """Return the fault after the examination: its suspects are the unhealthy nodes, if any."""
     fault, examined = recovering.fault, recovering.examined
     if examined is None:
         return fault
@@ -156,7 +160,7 @@ def _told(recovering: Recovering) -> Diagnosis:
     if not unhealthy:
         return replace(fault, reason=reason)
     nodes = tuple(one.node for one in unhealthy)
-    # The kernel's GPUs are those of the first suspect; they say nothing about another node.
+    # The GPUs of the fault are on its first suspect, and not valid for another node.
     return replace(fault, reason=reason, nodes=nodes, gpus=fault.gpus if fault.nodes[:1] == nodes[:1] else ())
 
 
@@ -211,7 +215,11 @@ def _take(fault: Diagnosis, rung: Rung, now: datetime) -> Try:
 
 
 SUSPECTS_KEPT = 4
-"""Of a try. A job keeps up to 200 tries, and a rack that goes as a whole is one fault, not a budget for each of its nodes."""
+"""Maximum number of suspects kept in a try.
+
+A job keeps up to 200 tries, and the failure of a whole rack is one fault, not a budget for each of
+its nodes.
+"""
 
 
 def _reason(fault: Diagnosis, rung: Rung, used: int) -> str:
@@ -220,7 +228,7 @@ def _reason(fault: Diagnosis, rung: Rung, used: int) -> str:
 
 
 def _left(job: JobState, fault: Diagnosis, rung: Rung, used: int) -> str:
-    """What remains once this try is taken: of the rung, and of the job's own restarts."""
+    """Return what remains of the rung's tries and the job's restarts after this try."""
     parts = []
     if rung.tries is not None:
         window = f" within {duration(rung.window)}" if rung.window is not None else ""
@@ -231,17 +239,17 @@ def _left(job: JobState, fault: Diagnosis, rung: Rung, used: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UsedBudget:
-    """What was used of a rung's tries, for whatever it counts them by."""
+    """How many tries of a rung were used, for one value of the rung's key."""
 
     cause: Cause
     rung: Rung
     used: int
     where: str
-    """The node, GPU and code it counts for, as far as it tells them apart; else empty."""
+    """The node, GPU and code that it counts for, as far as the rung's key has them; else empty."""
 
 
 def used_budgets(job: JobState, now: datetime) -> tuple[UsedBudget, ...]:
-    """Every counted rung of which something is used, in the order of causes and rungs."""
+    """Return every rung with used tries, in the order of causes and rungs."""
     found: dict[tuple[object, ...], UsedBudget] = {}
     rungs = [(cause, rung) for cause, ladder in sorted(job.policy.causes.items()) for rung in ladder if not rung.strategy.ends]
     for cause, rung in rungs:
@@ -262,6 +270,6 @@ def _fail(fault: Diagnosis, why: str) -> Stop:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    """At most four names, the rest counted: a gang may have thousands."""
+    """Return at most four names and the number of the others: a gang may have thousands."""
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,8 +1,12 @@
-"""How a launcher of the job's own (torchrun, ft_launcher) is told to start a node's ranks, and how it tells which of them failed.
+"""Build the commands of a job's launcher (torchrun, ft_launcher) and parse its failure reports.
 
-It starts them once: whether they are started again is `decide`'s, and a launcher that did so by itself would hide it.
-Sources: torch 2.13.0, torch/distributed/run.py and torch/distributed/elastic/multiprocessing/errors/__init__.py;
-nvidia-resiliency-ext 0.4.1, nvidia_resiliency_ext/fault_tolerance/launcher.py and its copy of torch's multiprocessing/api.py.
+The launcher starts a node's ranks only once. `decide` decides whether they are restarted; a
+launcher that restarted ranks itself would hide the fault.
+
+Sources: torch 2.13.0, torch/distributed/run.py and
+torch/distributed/elastic/multiprocessing/errors/__init__.py;
+nvidia-resiliency-ext 0.4.1, nvidia_resiliency_ext/fault_tolerance/launcher.py and its copy of
+torch's multiprocessing/api.py.
 """
 
 from __future__ import annotations
@@ -20,27 +24,32 @@ if TYPE_CHECKING:
 
 
 MONITOR_INTERVAL = 0.1
-"""Seconds between two looks of a launcher at its ranks. Today's default of both; torchrun's was 5 s until torch 2.4."""
+"""Seconds between two checks of a launcher on its ranks.
+
+The present default of both launchers; torchrun's was 5 s until torch 2.4.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherCommand:
+    """The command line of one node's launcher, in two parts."""
+
     launcher: tuple[str, ...]
-    """To which the node adds what it puts before each rank, and then `rank`."""
+    """The launcher with its flags. The node appends the wrapper of each rank, and then `rank`."""
     rank: tuple[str, ...]
-    """The job's command, so written that the launcher leaves it as it is."""
+    """The job's command, escaped so that the launcher passes it on unchanged."""
 
 
 def launcher_command(spec: JobSpec, group_rank: int, nodes: int, master: tuple[str, int], address: str, run_id: str) -> LauncherCommand:
-    """Say how the launcher of one node is started, in a generation of so many nodes.
+    """Return the command that starts the launcher of one node.
 
     Args:
-        spec: of a job that has a launcher.
-        group_rank: of the node.
-        nodes: of the generation.
-        master: address and port of group rank 0, free for the launcher there to listen on.
-        address: the node's own.
-        run_id: the same on all nodes, another one for every generation.
+        spec: The spec of a job that has a launcher.
+        group_rank: The node's group rank.
+        nodes: The number of nodes of the generation.
+        master: Address and port of group rank 0, free for the launcher there to listen on.
+        address: The node's own address.
+        run_id: The same on all nodes, a different one for every generation.
     """
     first = spec.command[0]
     program = (first, "-m", MODULES[spec.launcher]) if PYTHON.fullmatch(PurePosixPath(first).name) else (spec.launcher,)
@@ -53,10 +62,11 @@ def launcher_command(spec: JobSpec, group_rank: int, nodes: int, master: tuple[s
         f"--monitor-interval={MONITOR_INTERVAL}",
     ]
     if spec.launcher == "torchrun":
-        # Static: who is which rank is said here and not agreed upon, and nobody else joins.
+        # Static rendezvous: the ranks are assigned here, not negotiated, and no other node joins.
         flags += ["--rdzv-backend=static", f"--rdzv-endpoint={host}:{master[1]}", f"--node-rank={group_rank}"]
     else:
-        # ft_launcher 0.4.1 takes no other backend than c10d. Without is_host it guesses by host names who serves it.
+        # ft_launcher 0.4.1 accepts only the c10d backend. Without is_host it guesses from host
+        # names which node serves the store.
         flags += [
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={host}:{master[1]}",
@@ -64,20 +74,21 @@ def launcher_command(spec: JobSpec, group_rank: int, nodes: int, master: tuple[s
             f"--local-addr={address}",
             "--ft-restart-policy=any-failed",
         ]
-    # Both substitute ${local_rank} in what they pass on, and take $$ for $ (torch/distributed/elastic/utils/api.py, macros).
+    # Both launchers substitute ${local_rank} in the rank's command and read $$ as $
+    # (torch/distributed/elastic/utils/api.py, macros).
     rank = tuple(word.replace("$", "$$") for word in spec.command)
     return LauncherCommand((*program, *flags, "--no-python"), rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank of a node ended, as the node's launcher has it."""
+    """How one rank of a node ended, as the node's launcher reports it."""
 
     pid: int
     exit_code: int | None
     signal: int | None
     rank: int | None = None
-    """Global; None where the launcher did not say it."""
+    """The global rank; None where the launcher did not report it."""
 
 
 FAILURES, ROOT_CAUSE = "Failures:", "Root Cause (first observed failure):"
@@ -88,11 +99,12 @@ LISTED = re.compile(r"(\d+): ProcessFailure\(local_rank=\d+, pid=(\d+), exitcode
 
 
 def failures(lines: Sequence[str]) -> tuple[Failure, ...]:
-    """Read from the end of a launcher's log which ranks failed: first the one that it takes for the root, then the others.
+    """Return the failed ranks in the end of a launcher's log, the one it takes for the root first.
 
-    It looks at its ranks ten times a second and dates them in whole seconds, so the others may have been first.
-    torchrun prints a block (ChildFailedError.format_msg) as the last thing it does; ft_launcher logs the same failures in one
-    line, and both log one about the first. A negative exit code is a signal.
+    The launcher checks its ranks ten times a second and dates failures in whole seconds, so the
+    others may have failed first. torchrun prints a block (ChildFailedError.format_msg) as its last
+    output; ft_launcher logs the same failures in one line, and both log one line about the first.
+    A negative exit code is a signal.
     """
     return _in_block(lines) or _in_lines(lines)
 
@@ -113,7 +125,7 @@ def _in_block(lines: Sequence[str]) -> tuple[Failure, ...]:
 
 
 def _in_lines(lines: Sequence[str]) -> tuple[Failure, ...]:
-    # The first, for a launcher looks at its ranks again while it stops them.
+    # Take the first match: a launcher checks its ranks again while it stops them.
     first = next((match for line in lines if (match := FIRST.search(line))), None)
     if first is None:
         return ()

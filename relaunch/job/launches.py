@@ -1,4 +1,4 @@
-"""How the record of launched generations changes: reserved, complete, found, proven stopped."""
+"""Update the record of launched generations: reserved, complete, found, proven stopped."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from relaunch.job.state import JobState
 
 
 def reserve_launch(job: JobState, launch: LaunchedGeneration) -> JobState:
-    """Record a launch that is ordered now: from here on its ranks may exist."""
+    """Record a launch that is ordered now: from then on its ranks may exist."""
     return replace(job, launched=(*_fold(job.launched), launch))
 
 
 def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> JobState:
-    """Record what a launch that did not come to its end has left behind.
+    """Record what a launch that did not complete has left behind.
 
     Args:
-        job: As the launch was ordered.
-        generation: Which launch.
-        started: Whether an order to start was sent to some node. If not, no rank of it exists.
+        job: The state in which the launch was ordered.
+        generation: The generation of the launch.
+        started: Whether a start order was sent to some node. If not, no rank of it exists.
     """
     if started and _reserved(job, generation) is None:
         nodes = tuple(slot.node for slot in job.slots)
@@ -30,10 +30,10 @@ def settle_failed_launch(job: JobState, generation: int, *, started: bool) -> Jo
 
 
 def settle_given_up_launch(job: JobState, generation: int, *, started: bool) -> JobState:
-    """Record what a launch has left behind whose end came when the job did something else already."""
+    """Record what a launch has left behind that ended after the job had given it up."""
     launch = _reserved(job, generation)
     if launch is None or launch.complete or set(launch.nodes) - set(launch.stopped) <= set(job.maybe_alive):
-        return job  # it is known by now where its ranks may be
+        return job  # every node where its ranks may be is already recorded
     return _settle(job, generation, started=started)
 
 
@@ -47,20 +47,21 @@ def _settle(job: JobState, generation: int, *, started: bool) -> JobState:
 
 
 def complete_launch(job: JobState, generation: int) -> JobState:
-    """Record that ranks run on every node of a launch. The older ones were stopped for it."""
+    """Record that ranks run on every node of a launch. All older ranks were stopped before it."""
     nodes = tuple(slot.node for slot in job.slots)
     launch = _reserved(job, generation) or plan_generation(job, generation, nodes)
     return replace(job, maybe_alive=nodes, launched=(replace(launch, complete=True),))
 
 
 def add_found(job: JobState, nodes: tuple[str, ...], launched: tuple[LaunchedGeneration, ...]) -> JobState:
-    """Record where ranks may live that this job knew nothing of, and what is known of them.
+    """Record nodes on which ranks unknown to this job may be alive, with their known launches.
 
     Where no launch is known for a node, silence never proves its ranks gone.
     """
     alive = tuple(dict.fromkeys((*job.maybe_alive, *nodes)))
     known = {_key(one) for one in job.launched}
-    # Of an earlier submission: what it does not hold any more was proven stopped.
+    # Launches of an earlier submission: on the nodes that it no longer holds, its ranks were
+    # proven stopped.
     found = (replace(one, stopped=tuple(node for node in one.nodes if node not in alive)) for one in launched if _key(one) not in known)
     every = (*_living(found), *job.launched)
     covered = {node for one in every for node in one.nodes if node not in one.stopped}
@@ -82,7 +83,11 @@ def prove_stopped(job: JobState, nodes: Iterable[str]) -> JobState:
 
 
 def forget_node(job: JobState, node: str) -> JobState:
-    """Take a person's word that a node is dead. It counts as no proof for what it might have seen."""
+    """Remove a node that a person declared dead from the record.
+
+    The node is removed from its launches instead of being marked as stopped: the declaration is
+    not the proof of a stopped node that `safe_launch_at` requires before it waits for the others.
+    """
     launched = (replace(one, nodes=tuple(other for other in one.nodes if other != node)) for one in job.launched)
     return replace(
         job,
@@ -106,7 +111,7 @@ def _living(launched: Iterable[LaunchedGeneration]) -> tuple[LaunchedGeneration,
 
 
 def _fold(launched: tuple[LaunchedGeneration, ...]) -> tuple[LaunchedGeneration, ...]:
-    """Keep one record of neighbours that differ by their number only: attempts may be many."""
+    """Keep one record of adjacent launches that differ only by generation: they may be many."""
     folded: list[LaunchedGeneration] = []
     for one in launched:
         if folded and replace(folded[-1], generation=one.generation) == one:

@@ -1,8 +1,8 @@
-"""Where a generation was started, and what an answer from there proves.
+"""Where a generation was started, and what an agent's answer proves about its ranks.
 
-Only the machine that holds the processes, asked as the user who started them and out of the state
-that they were started from, can say that they are gone. An agent anywhere else has never seen them:
-its answer proves nothing, and counts as silence.
+Only an agent on the machine that runs the processes, under the user who started them and with the
+state from which they were started, can report that they are gone. Any other agent has never seen
+them: its answer proves nothing, and counts as silence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 MAX_LETTERS = 256
-"""Of one part of a place, as an agent tells it: nodes that share a machine append a boot id of their own to the kernel's."""
+"""Maximum number of characters of one part of a place, as an agent reports it.
+
+Nodes that share a machine append their own boot id to the kernel's.
+"""
 MAX_UID = 2**32
 BOOT_DIGITS = 12
 SHOWN_DIGITS = 8
@@ -20,17 +23,17 @@ SHOWN_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an agent carries out the orders of one job."""
+    """Where an agent carries out the orders for one job."""
 
     machine: str
     boot_id: str
     uid: int
     state: str
-    """The id of what this user keeps there of this job; empty: nothing is kept of it."""
+    """The id of this user's state of the job there; empty: there is none."""
 
     @property
     def text(self) -> str:
-        """Short, for the state of a job has one for each of 2,048 nodes."""
+        """The place as a short text: the state of a job has one for each of up to 2,048 nodes."""
         return f"{self.machine} {self.boot_id} {self.uid} {self.state}"
 
     @classmethod
@@ -40,7 +43,7 @@ class Place:
 
 
 MOVED = ""
-"""In place of a place: an earlier submission's, under another address or user than the fleet file has now."""
+"""A place of an earlier submission, whose address or user the fleet file has changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class StartedPlaces:
 
 
 def parse_place(value: object) -> Place | None:
-    """Read what an agent tells; None: it tells none, or none that can be read."""
+    """Return the place that an agent reports; None: it reports none, or an invalid one."""
     if not isinstance(value, Mapping):
         return None
     texts = [value.get(name) for name in ("machine", "boot_id", "state")]
@@ -71,9 +74,9 @@ def parse_place(value: object) -> Place | None:
 
 
 def explain_doubt(node: str, generation: int, started: Place, answering: Place | None) -> str | None:
-    """Say why an answer proves nothing of ranks that were started at `started`; None: it proves.
+    """Return why an answer proves nothing about ranks started at `started`; None: it does.
 
-    Another boot of the same place is proof as well: the ranks have ended with the boot before it.
+    Another boot of the same place is proof as well: the ranks ended with the boot before it.
     """
     if answering is None:
         return f"{node} answers without saying where it runs, so whether generation {generation} was started there is not known"
@@ -94,9 +97,9 @@ def explain_doubt(node: str, generation: int, started: Place, answering: Place |
 
 
 def find_doubt(places: Iterable[StartedPlaces], node: str, answering: Place | None) -> str | None:
-    """Say why an answer for `node` proves nothing of some generation that may live there.
+    """Return why an answer for `node` proves nothing about a generation that may be alive there.
 
-    None: it proves, or where the generations of that node were started is not known.
+    None: it is proof, or it is not known where the generations of that node were started.
     """
     for one in places:
         if (text := one.by_node.get(node)) is not None:
@@ -112,9 +115,9 @@ def find_doubt(places: Iterable[StartedPlaces], node: str, answering: Place | No
 
 
 def explain_forgotten(places: Iterable[StartedPlaces], node: str, generation: int, answering: Place | None) -> str | None:
-    """Say why a place that answers "never prepared here" proves nothing of `generation`; None: it does.
+    """Return why the answer "never prepared here" proves nothing about `generation`; None: it does.
 
-    The place that started it would know it, unless what it had written down has been removed. After
+    The place that started the generation would know it, unless its files have been removed. After
     a reboot that does not matter.
     """
     doubt = find_doubt(places, node, answering)
@@ -128,7 +131,7 @@ def explain_forgotten(places: Iterable[StartedPlaces], node: str, generation: in
 
 
 def limit_places(places: Iterable[StartedPlaces], nodes: Iterable[str]) -> tuple[StartedPlaces, ...]:
-    """Return what concerns these nodes."""
+    """Return the places, limited to these nodes."""
     wanted = set(nodes)
     kept = []
     for one in places:
@@ -139,9 +142,9 @@ def limit_places(places: Iterable[StartedPlaces], nodes: Iterable[str]) -> tuple
 
 
 def record_places(places: tuple[StartedPlaces, ...], started: StartedPlaces, maybe_alive: Iterable[str]) -> tuple[StartedPlaces, ...]:
-    """Add where a generation may have been started, and keep what concerns nodes where ranks may live.
+    """Add where a generation may have been started, and keep only nodes where ranks may be alive.
 
-    What proves the newer generation gone at a place does so for all older ones at the same place.
+    A proof that the newer generation is gone from a place also covers all older ones at that place.
     """
     others, own = [], dict(started.by_node)
     for one in places:

@@ -1,4 +1,7 @@
-"""Who is which rank, and what a rank finds in its environment: TorchElastic's names, ModelArts' counters, and our own."""
+"""Assign ranks to nodes and build the ranks' environment.
+
+The environment has TorchElastic's names, ModelArts' counters, and relaunch's own variables.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,27 @@ from relaunch.spec.job import JobSpec
 
 
 def ranks_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
-    """Global ranks on a node; the index is the local rank."""
+    """Return the global ranks on a node; the index is the local rank."""
     first = group_rank * spec.ranks_per_node
     return tuple(range(first, first + spec.ranks_per_node))
 
 
 def processes_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
-    """Numbers of the processes that relaunch starts on a node: its ranks, or their launcher, which is counted behind all ranks."""
+    """Return the numbers of the processes that relaunch starts on a node.
+
+    These are its ranks, or their launcher, which is numbered after all ranks.
+    """
     return ranks_of(group_rank, spec) if spec.launcher == "none" else (spec.world_size + group_rank,)
 
 
 def common_environment(token: Token, spec: JobSpec, nodes: int, max_restarts: int, master_address: str, master_port: int) -> dict[str, str]:
-    """Return what all ranks of a generation on so many nodes share.
+    """Return the environment that all ranks of a generation share.
 
     Sources: torch.distributed.elastic (torch 2.11), agent/server/local_elastic_agent.py.
     """
     ours = {"RELAUNCH_JOB": token.job, "RELAUNCH_GENERATION": str(token.generation)}
     if spec.launcher != "none":
-        return {**spec.env, **ours}  # it tells its ranks the rest, and is told it by its flags
+        return {**spec.env, **ours}  # the launcher sets the rest, from its flags
     world_size = str(nodes * spec.ranks_per_node)
     environment = {
         **spec.env,
@@ -39,28 +45,32 @@ def common_environment(token: Token, spec: JobSpec, nodes: int, max_restarts: in
         "MASTER_PORT": str(master_port),
         **restart_counts(token, max_restarts),
         "TORCHELASTIC_RUN_ID": f"{token.job}-{token.submission}",
-        # The agents' own store is not there: rank 0 makes its own at MASTER_ADDR:MASTER_PORT.
+        # There is no agent store: rank 0 creates its own at MASTER_ADDR:MASTER_PORT.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         **ours,
     }
     if spec.ranks_per_node > 1 and "OMP_NUM_THREADS" not in spec.env:
-        environment["OMP_NUM_THREADS"] = "1"  # as torchrun does: many ranks that each take all cores are slower than one
+        environment["OMP_NUM_THREADS"] = "1"  # as torchrun does: many ranks that each use all cores are slower than one
     return environment
 
 
 def restart_counts(token: Token, max_restarts: int) -> dict[str, str]:
-    """What a launcher that restarts nothing would get wrong: of how many launches this is which."""
+    """Return the restart counters, which a launcher that restarts nothing would set wrongly."""
     return {"TORCHELASTIC_RESTART_COUNT": str(token.generation - 1), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
 
 
 def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[str, str], ...]:
-    """Return what each process that relaunch starts on a node has for itself: each rank, by local rank, or their launcher."""
+    """Return the environment specific to each process that relaunch starts on a node.
+
+    These are the ranks, by local rank, or their launcher.
+    """
     place = {
         "GROUP_RANK": str(group_rank),
         "RELAUNCH_NODE": slot.node,
         "MA_SCHEDULE_CNT": str(slot.scheduled),
         "MA_PROC_START_CNT": str(slot.started),
-        # Where the node is shared, each job sees its own GPUs, from 0. The driver's own order is the one of the PCI bus.
+        # On a shared node each job sees only its own GPUs, numbered from 0. The indices are in PCI
+        # bus order, as the driver's are.
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if slot.gpus else {}),
     }
     if spec.launcher != "none":
@@ -72,12 +82,14 @@ def rank_environments(group_rank: int, slot: Slot, spec: JobSpec) -> tuple[dict[
 
 
 def seat(slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = False) -> tuple[Slot, ...]:
-    """Count who sits where: the same node in its place is started once more, another one is scheduled there.
+    """Return the slots of the next launch with their counters.
+
+    A node that keeps its place is counted as started once more, another node as scheduled there.
 
     Args:
-        slots: the places as they were, empty before the first launch.
-        places: by group rank, for the next launch.
-        anew: All places are given anew, so that a node which is given its place again counts as another one.
+        slots: The present slots; empty before the first launch.
+        places: The places of the next launch, by group rank.
+        anew: All places are assigned again; a node that gets its old place counts as another one.
     """
     seated = []
     for index, place in enumerate(places):
@@ -92,9 +104,10 @@ def seat(slots: tuple[Slot, ...], places: tuple[Place, ...], *, anew: bool = Fal
 
 
 def keep_places(slots: tuple[Slot, ...], granted: tuple[Place, ...]) -> tuple[Place, ...]:
-    """Put granted places into the order of group ranks: who had a place keeps it, the others fill the gaps.
+    """Return granted places in the order of group ranks.
 
-    Where fewer are granted than there were, those behind a gap move up.
+    A node that had a place keeps it, and the others fill the gaps. Where fewer are granted than
+    before, the nodes after a gap move up.
     """
     had = {slot.node for slot in slots}
     kept = {place.node: place for place in granted}

@@ -1,7 +1,10 @@
-"""What a policy would have decided: over steps that were recorded (`replay`), or over events that somebody wrote down (`simulate`).
+"""Compute what a policy would have decided for recorded or for hand-written events.
 
-It refuses to guess what would have been observed had something else been done: where a recorded job did another thing than the
-policy says, that is reported, and what follows is judged as it really went on.
+`replay` takes recorded steps, `simulate` events that a person wrote.
+
+This module never guesses what would have been observed after a different decision. Where a
+recorded job decided otherwise than the policy, it reports the difference and judges the next steps
+by what the job really did.
 """
 
 from __future__ import annotations
@@ -40,33 +43,38 @@ from relaunch.pool.messages import Place
 from relaunch.spec.policy import Policy, Strategy
 
 CURRENT = 0
-"""Generation of an event whose writer left it out: no rank ever ran in generation 0."""
+"""Generation of an event whose author left it out; no rank ever runs in generation 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """One event of a recording or a scenario, with the decision that was taken then."""
+
     at: datetime
     event: Event
     decided: Decision | None = None
-    """What was decided then; None: nobody knows."""
+    """The decision that was taken then; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
+    """One step with the decision of the tested policy beside the recorded one."""
+
     at: datetime
     event: str
-    """Its kind."""
+    """The event's kind."""
     decision: Decision
-    """By the policy that is tried."""
+    """The decision of the policy under test."""
     decided: Decision | None
+    """The decision that was taken then; None: not known."""
     differs: str
-    """What was decided otherwise then, a clause; empty: nothing."""
+    """A clause that says how the recorded decision differs; empty: it does not."""
 
 
 def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replayed, ...]:
-    """Walk recorded steps under another policy, from the state in which the recording begins.
+    """Replay recorded steps under another policy, from the state in which the recording begins.
 
-    Changes of the policy in the recording change nothing here.
+    Policy changes in the recording are ignored.
     """
     job = replace(job, policy=policy)
     done = []
@@ -77,10 +85,11 @@ def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replay
 
 
 def simulate(policy: Policy, job: JobState, told: Sequence[Step]) -> tuple[Replayed, ...]:
-    """Walk events that somebody wrote down, in the order of their times. What nobody says goes well.
+    """Run hand-written events through a policy, in the order of their times.
 
-    Launches succeed, repairs are done, deadlines pass when nothing is told before them. An examination without an answer ends
-    UNKNOWN, because a verdict is never assumed. After the last event nothing passes by itself but what it caused at once.
+    What the events leave out succeeds: launches and repairs are done, and deadlines pass when no
+    event comes before them. An examination without an answer ends as UNKNOWN, because a verdict is
+    never assumed. After the last event only its immediate consequences happen.
     """
     job = replace(job, policy=policy)
     waiting = deque(told)
@@ -120,7 +129,11 @@ def _turn(job: JobState, step: Step) -> tuple[JobState, Replayed]:
 
 
 def _followed(decision: Decision, decided: Decision) -> Decision:
-    """Return what the shadow of the job goes on with: its own decision, as long as what was observed next could have followed it."""
+    """Return the decision with which the replayed job continues.
+
+    That is the tested policy's own decision, as long as the next recorded observations could have
+    followed it; otherwise the recorded one.
+    """
     if isinstance(decision, Relaunch) and isinstance(decided, Relaunch):
         return replace(decision, generation=decided.generation)
     return decision if _course(decision) == _course(decided) else decided
@@ -139,7 +152,7 @@ def _course(decision: Decision) -> tuple[object, ...]:
 
 
 def named(decision: Decision) -> str:
-    """The decision with what tells it from others of its kind: `Relaunch REPLACE_NODE`, `Wait NODE_LOST`."""
+    """Return a decision's kind and strategy or phase: `Relaunch REPLACE_NODE`, `Wait NODE_LOST`."""
     match decision:
         case Relaunch() | Repair():
             return f"{decision.kind} {decision.strategy}" if decision.strategy else decision.kind
@@ -150,7 +163,10 @@ def named(decision: Decision) -> str:
 
 
 def difference(decision: Decision, decided: Decision) -> str:
-    """Say what was decided otherwise then; empty where both do the same, whatever their reasons and what is left."""
+    """Return how the recorded decision differs; empty where both do the same.
+
+    Reasons and remaining budgets are not compared.
+    """
     if named(decision) != named(decided):
         return f"then {named(decided)}"
     parts = []
@@ -188,7 +204,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def _completed(job: JobState, event: Event, repair: Repair | None) -> Event:
-    """Fill in what the writer of an event left to whatever goes on at that moment."""
+    """Return the event with the fields that its author left out, taken from the present state."""
     if isinstance(event, RepairEnded) and not event.nodes and repair is not None:
         event = replace(event, strategy=repair.strategy, nodes=repair.nodes)
     if getattr(event, "generation", None) == CURRENT:
@@ -212,7 +228,7 @@ def _deadline(job: JobState, decision: Decision, before: datetime | None) -> dat
 def _consequences(
     job: JobState, event: Event, decision: Decision, at: datetime, due: int | None, upcoming: Step | None
 ) -> tuple[Step, ...]:
-    """What follows at once by itself, unless what is told next answers it."""
+    """Return the steps that follow at once, unless the next given event answers the decision."""
     answer = upcoming.event if upcoming is not None else None
     match decision:
         case Relaunch(strategy=Strategy.GROW) if isinstance(event, NodesGranted) and not isinstance(answer, NodesAcquired):
@@ -220,7 +236,7 @@ def _consequences(
         case Relaunch() if not isinstance(answer, NodesAcquired | NodesMissing | RanksFound):
             ready = at + decision.delay
             if upcoming is not None:
-                ready = max(at, min(ready, upcoming.at))  # whoever wrote a fault of a generation has seen it run
+                ready = max(at, min(ready, upcoming.at))  # a fault of a generation implies that the generation ran
             return (Step(ready, NodesAcquired(seat(job.slots, _places(job, decision), anew=not decision.keep_nodes))),)
         case Examine() if not isinstance(answer, NodesExamined | DeadlinePassed):
             examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, "nobody says what was found") for node in decision.nodes)
@@ -239,7 +255,10 @@ def _consequences(
 
 
 def _places(job: JobState, decision: Relaunch) -> tuple[Place, ...]:
-    """The nodes that are kept, then n1, n2, … as far as they are neither left out nor isolated: spares never run out here."""
+    """Return the nodes that are kept, then n1, n2, … that are neither left out nor avoided.
+
+    The number of spares is unlimited here.
+    """
     excluded = {*decision.without, *(avoided.node for avoided in job.avoided)}
     kept = [slot.node for slot in job.slots if slot.node not in excluded] if decision.keep_nodes else []
     number = 0

@@ -1,6 +1,6 @@
-"""The values that recovery reasons with: tokens, diagnoses, decisions, and all that a job remembers.
+"""Data types of the recovery logic: diagnoses, decisions, and the state of a job.
 
-Only data: what they mean for the next step is in `diagnose`, `decide` and `apply_decision`.
+The logic itself is in `diagnose`, `decide` and `apply_decision`.
 """
 
 from __future__ import annotations
@@ -55,30 +55,33 @@ class Diagnosis:
     nodes: tuple[str, ...] = ()
     """Suspects, the most likely first."""
     gpus: tuple[str, ...] = ()
-    """Suspects on the first of `nodes`, as the kernel names them: `0000:05:00`."""
+    """Suspected GPUs on the first of `nodes`, as the kernel names them: `0000:05:00`."""
     ranks: tuple[int, ...] = ()
     code: str = ""
-    """What rungs and budgets can name: `Xid 79`, `exit 1`, `SIGSEGV`, `log cuda_oom`; empty where the fault has none."""
+    """The fault code that rungs and budgets can name; empty where the fault has none.
+
+    For example `Xid 79`, `exit 1`, `SIGSEGV`, `log cuda_oom`.
+    """
     certainty: Certainty = Certainty.LIKELY
     exit_code: int | None = None
-    """What the job's own exit code would be: 0 to 255, 128 + signal for a signal (the shell's rule)."""
+    """The job's exit code, if this ends it: 0 to 255; 128 + signal for a signal, as in a shell."""
     do_not_restart: bool = False
-    """The rank itself said so (exit code 93, as NVIDIA's resiliency extension defines it)."""
+    """The rank itself asked for it (exit code 93, as NVIDIA's resiliency extension defines it)."""
     traceback: str = ""
-    """Of the root cause, as the rank wrote it."""
+    """The traceback of the root cause, as the rank wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One use of a rung: what budgets count."""
+    """One use of a rung. Budgets count these."""
 
     at: datetime
     cause: Cause
     strategy: Strategy
     rung: str
-    """`Rung.label`: a ladder may have one strategy on several rungs."""
+    """`Rung.label`, because a ladder may have the same strategy on several rungs."""
     spent: bool
-    """It took one of the job's `max_restarts`."""
+    """Whether it used up one of the job's `max_restarts`."""
     nodes: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     code: str = ""
@@ -89,22 +92,25 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Relaunch:
-    """Launch all ranks as `generation`, which nobody has used: the number is spent before anything is started."""
+    """Launch all ranks as `generation`, a new number recorded before anything is started."""
 
     generation: int
     reason: str
     strategy: Strategy | None = None
-    """None: not a rung of a ladder (the first launch, a person's retry, a node that has seen a newer token). GROW: nor is that."""
+    """None or GROW: not chosen by a ladder.
+
+    None for the first launch, a person's retry, or a node that has seen a newer token.
+    """
     take: Try | None = None
-    """The rung's try, reserved before anything is done."""
+    """The try of the rung, counted before anything is done."""
     left: str = ""
-    """What remains of the budgets after it, a clause."""
+    """A clause that says what remains of the budgets afterwards."""
     without: tuple[str, ...] = ()
     """Nodes this generation does not use."""
     avoid: tuple[str, ...] = ()
     """Nodes the job does not use again."""
     keep_nodes: bool = True
-    """Every node that is not left out keeps its place; False: all places are given anew."""
+    """Whether nodes that are not left out keep their places; False: all are assigned again."""
     delay: timedelta = timedelta(0)
     renew_budgets: bool = False
     kind: Literal["Relaunch"] = "Relaunch"
@@ -115,38 +121,38 @@ class Relaunch:
 
     @property
     def spent(self) -> bool:
-        """One of the job's own restarts."""
+        """Whether it uses up one of the job's `max_restarts`."""
         return self.take is not None and self.take.spent
 
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """Stop the ranks, which hold the GPUs, and examine the suspects; what to do depends on their verdict."""
+    """Stop the ranks, which hold the GPUs, and examine the suspects to decide what follows."""
 
     nodes: tuple[str, ...]
     fault: Diagnosis
     reason: str
     next: str
     until: datetime
-    """When its verdict counts as unknown."""
+    """The deadline, after which the verdict counts as unknown."""
     kind: Literal["Examine"] = "Examine"
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Stop the ranks, then change a node; launch again only when that is proven done."""
+    """Stop the ranks, then repair nodes or GPUs; launch again only when that is proven done."""
 
     strategy: Strategy
     """RESET_GPU or REBOOT_NODE."""
     nodes: tuple[str, ...]
     gpus: tuple[str, ...]
-    """On the first of `nodes`; empty: all of them."""
+    """GPUs on the first of `nodes`; empty: all of them."""
     fault: Diagnosis
     reason: str
     take: Try
     left: str
     until: datetime
-    """When it counts as failed."""
+    """The deadline, after which the repair counts as failed."""
     kind: Literal["Repair"] = "Repair"
 
     @property
@@ -156,30 +162,30 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Act no further until an event comes, or until `until`."""
+    """Do nothing until an event comes, or until `until`."""
 
     phase: Phase
     reason: str
     next: str
-    """What happens when the wait ends by itself."""
+    """What happens when the wait ends without a further event."""
     until: datetime | None = None
     kind: Literal["Wait"] = "Wait"
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Act no further until a person says so."""
+    """Do nothing until a person answers."""
 
     reason: str
     question: str
     waits: bool = False
-    """For as long as it takes: somebody has taken it over."""
+    """Whether it waits without a deadline, because a person has taken the job over."""
     kind: Literal["Ask"] = "Ask"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the job, as soon as no rank of it is left anywhere."""
+    """End the job as soon as no rank of it is left on any node."""
 
     phase: Phase
     reason: str
@@ -189,6 +195,8 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
+    """Do nothing about the event."""
+
     reason: str
     kind: Literal["Ignore"] = "Ignore"
 
@@ -201,29 +209,31 @@ Decision = Annotated[Relaunch | Examine | Repair | Wait | Ask | Stop | Ignore, F
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in the gang and the node that fills it; the index in `JobState.slots` is the group rank."""
+    """A place in the gang with its node; the index in `JobState.slots` is the group rank."""
 
     node: str
     address: str
     scheduled: int = 1
-    """How many nodes have filled this place (ModelArts' MA_SCHEDULE_CNT)."""
+    """How many times a node was assigned to this place (ModelArts' MA_SCHEDULE_CNT)."""
     started: int = 0
-    """How often ranks were started on this node in this place (MA_PROC_START_CNT)."""
+    """How many times ranks were started on this node in this place (MA_PROC_START_CNT)."""
     gpus: tuple[int, ...] = ()
-    """The job's share of the node, by index; empty: no part in particular."""
+    """Indices of the job's GPUs on a shared node; empty: no particular ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
+    """A node of the job that does not answer."""
+
     node: str
     last_heard_at: datetime
-    """For people: the server's clock, which may be stepped."""
+    """For display only: by the server's clock, which may be stepped."""
     reason: str
     unheard_for: timedelta = timedelta(0)
-    """How long it had been silent when that was reported, measured by one clock of one watch.
+    """How long it had been silent when that was reported, measured by the clock of one watch.
 
     Its lease was not renewed in that time, nor after it. Negative: an order that was sent may
-    still start its ranks for so long.
+    still start its ranks for that long.
     """
     is_elsewhere: bool = False
     """Something answers for it, but not from where its ranks were started."""
@@ -231,11 +241,13 @@ class LostNode:
 
 @dataclass(frozen=True, slots=True)
 class Avoided:
+    """A node that the job does not use again."""
+
     node: str
     reason: str
     at: datetime
     isolated: bool = False
-    """A fault said so, not a person: the evidence is against the node, and the fleet hears of it."""
+    """Whether a fault is the reason, not a person: there is evidence, and the fleet is informed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +258,9 @@ class Leaving:
     reason: str
     by: str
     until: datetime
-    """When it leaves at the latest; sooner at its next checkpoint, or where it is launched anew anyway."""
+    """The latest time to leave; the job leaves earlier at a checkpoint or at another relaunch."""
     denied: str = ""
-    """Who has said that it stays until then and why, a clause; empty: nobody."""
+    """A clause that says who decided that the job stays until then, and why; empty: no one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +272,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
+    """One decision of an incident."""
+
     at: datetime
     decision: str
     strategy: str | None
     reason: str
     spent: bool
     left: str = ""
-    """What remained of the budgets."""
+    """What remained of the budgets afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,39 +293,48 @@ class FaultRecord:
     cause: Cause
     reason: str
     nodes: tuple[str, ...] = ()
-    """Its suspects, the most likely first."""
+    """Suspected nodes, the most likely first."""
     gpus: tuple[str, ...] = ()
-    """Suspects on the first of `nodes`."""
+    """Suspected GPUs on the first of `nodes`."""
     code: str = ""
     decisions_before: int = 0
-    """How many decisions of the incident were taken before it was detected."""
+    """How many decisions of the incident were taken before this fault was detected."""
     withdrawn: str = ""
-    """Why it does not count against its nodes, a clause; empty: it counts."""
+    """A clause that says why the fault does not count against its nodes; empty: it counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """From the first fault until training has passed the step it had reached. Times by the receiver's clock."""
+    """The time from the first fault until training has passed the step that it had reached before.
+
+    All times are by the receiver's clock.
+    """
 
     opened: datetime
     generation: int
-    """The generation that met the fault."""
+    """The generation in which the fault happened."""
     cause: Cause
     reason: str
     nodes: tuple[str, ...] = ()
-    """Suspects of all its faults."""
+    """Suspected nodes of all its faults."""
     ranks: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     code: str = ""
     certainty: Certainty = Certainty.LIKELY
     traceback: str = ""
     faults: tuple[FaultRecord, ...] = ()
-    """The fault that opened it, then each that came while it was open. Cause, reason, ranks, GPUs and code above are the first one's."""
+    """The fault that opened the incident, then those that came while it was open.
+
+    Cause, reason, ranks, GPUs and code above are those of the first.
+    """
     dropped_faults: int = 0
-    """Faults of a very long incident that are no longer kept: those after the first half of what is kept."""
+    """Number of faults of a very long incident that are no longer kept.
+
+    They came after the first half of those that are kept.
+    """
     decisions: tuple[DecisionRecord, ...] = ()
     dropped_decisions: int = 0
-    """Decisions in the middle of a very long incident that are no longer kept."""
+    """Number of decisions in the middle of a very long incident that are no longer kept."""
     reached: int | None = None
     """The furthest step before the fault; None: not known."""
     detected: datetime | None = None
@@ -321,11 +344,13 @@ class Incident:
     recovered: datetime | None = None
     closed: datetime | None = None
     outcome: str | None = None
-    """How it closed, a clause."""
+    """A clause that says how it closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
+    """What happens next, as shown to people, and when at the latest."""
+
     what: str
     at: datetime | None = None
 
@@ -339,7 +364,7 @@ class ExaminedNode:
 
 @dataclass(frozen=True, slots=True)
 class RepairQuestion:
-    """What the repair of a node asks a person."""
+    """A question of a node's repair to a person."""
 
     node: str
     question: str
@@ -352,17 +377,20 @@ class Recovering:
 
     fault: Diagnosis
     examined: tuple[ExaminedNode, ...] | None = None
-    """None: not examined since the fault."""
+    """The results of the examination; None: not examined since the fault."""
     failed: tuple[str, ...] = ()
-    """Rungs (`Rung.label`) whose repair did not succeed; their tries are spent, and the ladder goes on above them."""
+    """Rungs (`Rung.label`) whose repair failed; their tries are spent; the ladder skips them."""
     questions: tuple[RepairQuestion, ...] = ()
-    """What repairs ask that have had no answer yet."""
+    """Questions of repairs that are not answered yet."""
     repair: Next | None = None
-    """What comes next, and when, once nothing is asked any more."""
+    """What comes next, and when, once no question is open."""
 
     @property
     def verdict(self) -> Verdict | None:
-        """One unhealthy suspect is enough; healthy are they only all together."""
+        """Return the verdict on all suspects together; None: not examined.
+
+        UNHEALTHY where one suspect is, HEALTHY only where all are, else UNKNOWN.
+        """
         if self.examined is None:
             return None
         verdicts = {one.verdict for one in self.examined}
@@ -382,7 +410,10 @@ class PolicyChange:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Everything a job knows about itself. It survives continue-as-new, and `retry` of a closed job starts from it."""
+    """The complete state of a job.
+
+    It is carried over continue-as-new, and `retry` of a closed job starts from it.
+    """
 
     namespace: str
     name: str
@@ -395,55 +426,61 @@ class JobState:
     reason: str = "submitted"
     next: Next = Next("nodes are acquired")
     generation: int = 0
-    """The highest one reserved."""
+    """The highest generation number that was reserved."""
     slots: tuple[Slot, ...] = ()
     fewer: str = ""
-    """Why these are fewer than it would take, a clause of when they were given; empty: they are not."""
+    """A clause that says why there are fewer nodes than the job would take, as of their grant.
+
+    Empty: there are not fewer.
+    """
     strategy: Strategy | None = None
-    """By which the newest generation was decided."""
+    """The strategy by which the newest generation was decided."""
     maybe_alive: tuple[str, ...] = ()
-    """Nodes on which ranks of some generation of this job may live: started there and not proven gone."""
+    """Nodes on which ranks of any generation may be alive: started there and not proven gone."""
     launched: tuple[LaunchedGeneration, ...] = ()
-    """Launches whose ranks may be alive, also of earlier submissions; the newest last. Each is
-    written down before its ranks can exist, and kept until they are proven gone everywhere."""
+    """Launches whose ranks may be alive, including earlier submissions; the newest last. Each is
+    recorded before its ranks can exist, and kept until they are proven gone on all nodes."""
     places: tuple[StartedPlaces, ...] = ()
-    """Where those were started, by generation: only an answer from there proves anything of them."""
+    """Where those ranks were started, by generation: only an answer from there proves anything."""
     lost: tuple[LostNode, ...] = ()
     asked: Ask | None = None
-    """What a person was asked last, as it was asked first."""
+    """The last question to a person, in its original form (before any snooze)."""
     snoozed: bool = False
-    """The wait for an answer is somebody's snooze, and its end asks again."""
+    """Whether a person snoozed the question; at the end of the wait it is asked again."""
     deferred_fault: Diagnosis | None = None
-    """A fault that waits for a lost node, because nothing can be launched while that one may go on."""
+    """A fault that waits for a lost node: nothing can be launched while ranks there may run."""
     recovering: Recovering | None = None
-    """From the decision to examine or to repair until the next launch is decided."""
+    """Set from the decision to examine or repair until the next launch is decided."""
     avoided: tuple[Avoided, ...] = ()
     leaving: tuple[Leaving, ...] = ()
     tries: tuple[Try, ...] = ()
-    """Newest last. Which of them count is each rung's matter."""
+    """Newest last. Each rung defines which of them count."""
     restarts_spent: int = 0
-    """Of `max_restarts`, since the budgets were renewed."""
+    """How many of `max_restarts` were used since the budgets were renewed."""
     renewed_at: datetime | None = None
-    """When the budgets were given back: by progress, where the policy says so, or by a person."""
+    """When the budgets were renewed: by progress, where the policy says so, or by a person."""
     progressed_at: datetime | None = None
     """When training last passed the step it had reached before a fault."""
     flat_generations: int = 0
-    """Generations in a row that ended by a fault of the job's own, with known progress that did not pass `furthest_step`."""
+    """Consecutive generations that ended by a fault of the job without passing `furthest_step`.
+
+    Only generations with known progress count.
+    """
     furthest_step: int | None = None
-    """Of all generations before this one; None: never reported."""
+    """The furthest step of all earlier generations; None: never reported."""
     progress: Progress | None = None
-    """Of this generation."""
+    """The progress of this generation."""
     launched_at: datetime | None = None
     incident: Incident | None = None
     incidents: tuple[Incident, ...] = ()
-    """Closed ones that are not archived, oldest first."""
+    """Closed incidents that are not archived, oldest first."""
     incidents_archived: int = 0
     policy_changes: tuple[PolicyChange, ...] = ()
-    """The newest few: who changed the policy of the running job, and why."""
+    """The newest policy changes of the running job: who made them, and why."""
     notices: tuple[str, ...] = ()
-    """What people should see that is no decision, such as a signal that could not be understood; the newest few."""
+    """The newest messages to people that are no decisions, such as a signal that was not parsed."""
     ending: Stop | None = None
-    """Set from the decision to stop until the job has ended, and after."""
+    """Set from the decision to stop, and kept after the job has ended."""
     exit_code: int | None = None
     ended_at: datetime | None = None
 
@@ -453,7 +490,7 @@ class JobState:
 
     @property
     def gang_size(self) -> int:
-        """Nodes of the newest generation; where that is not known, the fewest that it may have had."""
+        """The number of nodes of the newest generation; where not known, the fewest it may have."""
         return len(self.slots) or self.spec.fewest_nodes
 
     @property
@@ -464,5 +501,5 @@ class JobState:
     def report_at_step(self) -> int | None:
         """The step whose passing closes the open incident."""
         if self.incident is None or self.lost:
-            return None  # while a node is lost the incident goes on, however well the others advance
+            return None  # while a node is lost the incident stays open, even if the others advance
         return 0 if self.incident.reached is None else self.incident.reached + 1

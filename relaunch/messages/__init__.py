@@ -1,1 +1,1 @@
-"""What workflows, activities and the command line say to each other: data, and the ids of workflows."""
+"""Messages between workflows, activities and the command line: data types and workflow ids."""

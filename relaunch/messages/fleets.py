@@ -1,6 +1,7 @@
-"""What goes into the fleet workflow: its argument, what programs tell it, and what people may send to it.
+"""Input of the fleet workflow: its argument, messages from programs, and messages from people.
 
-What cannot be read becomes a `Rejected`, which people see as a notice: a message never fails a workflow.
+A message that cannot be parsed becomes a `Rejected`, which is shown to people as a notice: a
+message never fails a workflow.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from relaunch.pool.messages import Claim, FaultReport, PermitRequest
 from relaunch.pool.state import FleetState
 
 DRAIN_WITHIN = timedelta(minutes=30)
-"""How long a job may take to leave a node that a person drains: more than most take from one checkpoint to the next."""
+"""Default time for a job to leave a node that a person drains: longer than most jobs need between
+two checkpoints."""
 LONGEST_REASON = 500
-"""Letters of a reason that are kept: it is repeated in the state, and in what every job that waits is told."""
+"""Characters of a reason that are kept: it is repeated in the state and in the message to every
+waiting job."""
 
 Said = TypeVar("Said")
 _STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
@@ -47,7 +50,10 @@ _REPAIR_ENDED: TypeAdapter[RepairEnded] = TypeAdapter(RepairEnded)
 
 
 def short(state: FleetState | None) -> Any:
-    """As JSON without what is as it is by default: 2,048 nodes and 1,000 jobs must stay below 2 MiB. Readers see no difference."""
+    """Return the state as JSON without fields that have their defaults; readers see no difference.
+
+    2,048 nodes and 1,000 jobs must stay below 2 MiB.
+    """
     return None if state is None else _STATE.dump_python(state, mode="json", exclude_defaults=True)
 
 
@@ -58,7 +64,7 @@ class FleetInput:
     """Set by continue-as-new only."""
     inbox: tuple[Fact, ...] = ()
     checked_at: datetime | None = None
-    """When the fleet file was read and the claims were checked last."""
+    """When the fleet file was last read and the claims were last checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class FleetFile:
 
     applied: Applied | None
     wrong: str = ""
-    """Why there is none."""
+    """Why `applied` is None."""
 
 
 class QuarantineMessage(Strict):
@@ -79,7 +85,7 @@ class QuarantineMessage(Strict):
 
 
 class ReleaseMessage(Strict):
-    """Of `release` and `declare_dead`."""
+    """The message of `release` and `declare_dead`."""
 
     node: str = ""
     reason: Reason = ""
@@ -87,7 +93,7 @@ class ReleaseMessage(Strict):
 
 
 class ReasonMessage(Strict):
-    """Of `pause` and `resume`."""
+    """The message of `pause` and `resume`."""
 
     reason: Reason = ""
     by: str = ""
@@ -157,7 +163,7 @@ def apply_message(raw: Any) -> ApplyMessage:
 
 
 def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | Rejected:
-    """Parse what was sent; nothing at all counts as an empty object."""
+    """Parse a message; an empty message counts as an empty object."""
     try:
         return parse({} if message in (None, "") else message)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What goes into and comes out of the job workflow: its argument, its result, and what people may send to it."""
+"""Input and output of the job workflow: its argument, its result, and messages from people."""
 
 from __future__ import annotations
 
@@ -35,40 +35,43 @@ TASK_QUEUE = "relaunch"
 WORKFLOW_ID_PREFIX = "job/"
 FLEET_ID_PREFIX = "fleet/"
 REPAIR_ID_PREFIX = "repair/"
-"""And then fleet/node: two repairs of one node would have one id, and the server takes only one."""
+"""Followed by fleet/node: two repairs of one node have the same id, and the server accepts only
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimsCarried:
-    """What was asked of the fleet last."""
+    """What was last requested from the fleet."""
 
     seq: int = 0
     nodes: tuple[str, ...] = ()
-    """The job's own: granted and not given back. They are those of its slots, but for a moment around a launch."""
+    """Nodes that belong to the job: granted and not released. They equal the nodes of its slots,
+    except briefly around a launch."""
     more_at: datetime | None = None
-    """When it would take more, as the fleet was told last."""
+    """When the job would take more nodes, as last reported to the fleet."""
     more: tuple[Place, ...] = ()
-    """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
+    """Granted to a job that asked for more while it ran; not launched on yet."""
     launched: tuple[LaunchedGeneration, ...] = ()
-    """By which times its ranks stop themselves, as the fleet was told last."""
+    """Generations and the times by which their ranks stop themselves, as last reported to the
+    fleet."""
     reported: tuple[Suspect, ...] = ()
-    """What the fleet was told last of faults."""
+    """Faults as last reported to the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a run hands to the run that continues it, beside the state."""
+    """What a run passes to the run that continues it, in addition to the state."""
 
     inbox: tuple[Event, ...] = ()
     after_seq: dict[str, int] = field(default_factory=dict)
-    """The newest observation taken from each node in this generation."""
+    """Sequence number of the newest observation received from each node in this generation."""
     exited: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of this generation that have exited with 0, by node."""
     dead: tuple[str, ...] = ()
-    """Nodes that a person declared dead, since they were chosen last."""
+    """Nodes that a person has declared dead since nodes were last chosen."""
     deadline: datetime | None = None
     told: str = ""
-    """What people were told last."""
+    """The last message sent to people."""
     claims: ClaimsCarried = ClaimsCarried()
 
 
@@ -79,7 +82,8 @@ class TrainingJobInput:
     submitted_by: str = ""
     reason: str = ""
     previous: JobState | None = None
-    """`retry` of a closed job: what its last submission knew. Budgets and history go on, tokens are new."""
+    """For `retry` of a closed job: the last state of its last submission. Budgets and history
+    continue, tokens are new."""
     renew_budgets: bool = False
     avoid_nodes: tuple[str, ...] = ()
     resume: JobState | None = None
@@ -89,7 +93,7 @@ class TrainingJobInput:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Readable in the web UI with no worker alive."""
+    """The result of a job, readable in the web UI while no worker runs."""
 
     name: str
     phase: Phase
@@ -107,23 +111,24 @@ class NodeRepairInput:
     fleet: str
     node: str
     strategy: Strategy | None
-    """RESET_GPU or REBOOT_NODE; None: whatever its examination calls for, which may be nothing."""
+    """RESET_GPU or REBOOT_NODE; None: what the examination calls for, which may be nothing."""
     reason: str
     by: str
     deadline: datetime
     gpus: tuple[str, ...] = ()
-    """By bus id; empty: all of the node. Without a strategy the examination names them."""
+    """PCI bus ids; empty: all GPUs of the node. Without a strategy the examination names them."""
     job: str = ""
-    """Which waits for it; empty: the fleet or a person ordered it."""
+    """The job that waits for the repair; empty if the fleet or a person ordered it."""
     approved_by: str = ""
-    """Who has approved it already, where the fleet's repairs are to be asked for."""
+    """Who has already approved it, for fleets whose repairs need approval."""
     level: int = 2
     catalog: CatalogOverrides = NO_OVERRIDES
     answer_within: timedelta = timedelta(hours=24)
     power: bool = False
-    """With REBOOT_NODE: its power is cycled at once. Otherwise that is what comes after a reboot that was not to be had."""
+    """With REBOOT_NODE: power-cycle the node at once. Otherwise a power cycle is used only after a
+    reboot was not possible."""
     after_reboot: bool = False
-    """Without a strategy: the node has been silent since a reboot that somebody ordered."""
+    """Without a strategy: the node has been silent since a reboot that was ordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +147,9 @@ class AnswerMessage(Strict):
     reason: Reason = ""
     by: str = ""
     within: Duration = SNOOZE
-    """Of a snooze: when it is asked again."""
+    """For a snooze: how long until the question is asked again."""
     node: Literal[""] | Name = ""
-    """Which somebody wants of the job: this is the answer to that, and not to what the job asks."""
+    """The node, if this answers a request to leave it and not the job's own question."""
 
 
 class RepairAsksMessage(Strict):
@@ -169,18 +174,18 @@ class ReportMessage(Strict):
     node: Name | None = None
     declared: Literal["dead"] = "dead"
     force: bool = False
-    """Also where the job hears the node."""
+    """Accept the report even if the job still hears from the node."""
     reason: Reason = ""
     by: str = ""
 
 
 class HintMessage(Strict):
-    """Something may have happened to a rank where ranks are run. It is looked at, and not believed."""
+    """A hint that something may have happened to a rank; it triggers a check and is not trusted."""
 
     what: str = ""
-    """Which task, or whatever it is there."""
+    """The task, or whatever the backend runs ranks in."""
     version: int = 0
-    """Of what is known of it: an older one, or the same again, is no news."""
+    """Version of the hint's subject; an older or equal version is ignored."""
     submission: int = 0
     generation: int = 0
 
@@ -230,10 +235,12 @@ def leave_event(raw: Any) -> Event:
 
 
 def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
-    """Lay keys over a policy: mappings key by key, a cause's ladder as a whole. With `extends` they stand over that preset alone.
+    """Lay keys over a policy: merge mappings key by key, replace a cause's ladder as a whole.
+
+    With `extends`, the keys are laid over that preset alone.
 
     Raises:
-        ValueError: the policy that this would make cannot hold together.
+        ValueError: the resulting policy is inconsistent.
     """
     if "extends" in changes:
         return resolve(changes)
@@ -245,7 +252,7 @@ def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
 
 
 def explain(error: ValidationError) -> str:
-    """One sentence for the first thing that is wrong in what a person wrote."""
+    """Return one sentence for the first error in what a person wrote."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     what = first["msg"].removeprefix("Value error, ")

@@ -1,5 +1,7 @@
-"""Reading what nodes and archives hold: standalone activities that the command line, which never reaches a node, runs through a worker.
+"""Inputs and outputs of the activities that read what nodes and archives hold.
 
+They are standalone activities: the command line never reaches a node and runs them through a
+worker.
 `read_logs(ReadLogsInput) -> ReadLogsOutput`, `read_stacks(ReadStacksInput) -> ReadStacksOutput` and
 `read_incidents(ReadIncidentsInput) -> ReadIncidentsOutput`.
 """
@@ -15,26 +17,28 @@ from relaunch.job.state import Incident
 class ReadLogsInput:
     fleet: str
     nodes: tuple[str, ...]
-    """By group rank."""
+    """Nodes by group rank."""
     namespace: str
     job: str
     submission: int
     generation: int
     offsets: dict[int, int] | None = None
-    """Where to read on, by rank; a rank that is not in it is read from its beginning (or its `tail`). None: all from there."""
+    """Offset to continue from, by rank; a rank without one is read from its beginning (or its
+    `tail`). None: all ranks are."""
     max_bytes: int = 262_144
-    """Of the whole answer: with its escapes well below the 2 MiB that a payload may have."""
+    """Limit for the whole answer; with JSON escapes it stays well below the 2 MiB limit of a
+    payload."""
     wait: float = 0.0
-    """Seconds to wait until something new is there."""
+    """Seconds to wait for new data."""
     tail: int | None = None
-    """Begin with the last so many lines of each rank; only for ranks that have no offset."""
+    """Begin with this many last lines of each rank; only for ranks that have no offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogPiece:
     rank: int
     next: int
-    """Where to read on, in bytes."""
+    """Offset to continue from, in bytes."""
     data: str
 
 
@@ -42,18 +46,20 @@ class LogPiece:
 class ReadLogsOutput:
     chunks: tuple[LogPiece, ...] = ()
     ended: bool = False
-    """Nothing more will come: every rank of the generation has ended on every node, and all was read."""
+    """Nothing more will come: every rank of the generation has ended on every node, and all was
+    read."""
     unreachable: tuple[str, ...] = ()
     """Nodes that did not answer."""
     refused: tuple[str, ...] = ()
-    """What nodes that answered said instead of logs, such as that they know of no such generation."""
+    """Answers of nodes that returned an error and no logs, for example that the generation is
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStacksInput:
     fleet: str
     places: tuple[tuple[str, int], ...]
-    """Node and global rank of each that is asked for."""
+    """Node and global rank of each rank that is requested."""
     namespace: str
     job: str
     submission: int
@@ -66,13 +72,14 @@ class Stack:
     node: str
     pid: int | None
     text: str
-    """Where it is, for a person: as py-spy has it, else as the kernel does; or why nobody can tell."""
+    """The rank's stack for people: from py-spy, otherwise from the kernel, otherwise why it is
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStacksOutput:
     stacks: tuple[Stack, ...] = ()
-    """By rank; one for each that was asked for."""
+    """One stack for each rank that was requested, by rank."""
 
 
 @dataclass(frozen=True, slots=True)

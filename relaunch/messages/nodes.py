@@ -1,6 +1,8 @@
-"""Examining nodes: for a job, and as a standalone activity that the command line, which never reaches a node, runs through a worker.
+"""Inputs and outputs of the activities that examine nodes.
 
-`examine_nodes(ExamineNodesInput) -> tuple[ExaminedNode, ...]` and `check_nodes(ExamineNodesInput) -> tuple[NodeHealth, ...]`.
+Jobs use them; the command line, which never reaches a node, runs them through a worker as
+standalone activities. `examine_nodes(ExamineNodesInput) -> tuple[ExaminedNode, ...]` and
+`check_nodes(ExamineNodesInput) -> tuple[NodeHealth, ...]`.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ class ExamineNodesInput:
     fleet: str
     nodes: tuple[str, ...]
     id: str
-    """Who asks; the node names it to whoever wants it meanwhile."""
+    """Identifies the caller; while it holds the node, the node reports this id to others."""
     level: int
-    """Of `dcgmi diag`; 0: without."""
+    """Level of `dcgmi diag`; 0: do not run it."""
     within: timedelta
     kernel_since: timedelta | None = None
-    """How far back the kernel log counts; None: all that is kept."""
+    """How far back kernel log lines count; None: all that are kept."""
     catalog: CatalogOverrides = NO_OVERRIDES
 
 
@@ -30,5 +32,5 @@ class ExamineNodesInput:
 class NodeHealth:
     node: str
     gpus: int
-    """As the fleet file says."""
+    """Number of GPUs according to the fleet file."""
     health: Health

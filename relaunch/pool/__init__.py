@@ -1,1 +1,1 @@
-"""Who gets which node of a fleet. Pure: reads no clock, calls nothing."""
+"""Scheduling of a fleet's nodes. Pure: reads no clock and makes no calls."""

@@ -1,6 +1,11 @@
-"""Whose turn it is: all that a claim wants or nothing, replacements first, and whoever is large is not passed by for ever.
+"""Decide which claims get nodes.
 
-It says also which nodes have to be looked at before somebody can get them, and who gives way when two stand in each other's way.
+A claim gets all the nodes that it needs or none. Replacements come first, then priority, then
+submission time. Nodes that a large claim could use are reserved, so that later claims do not starve
+it.
+
+Also decides which nodes have to be probed before a claim can be granted, and which job yields when
+two running jobs block each other.
 """
 
 from __future__ import annotations
@@ -18,13 +23,17 @@ from relaunch.pool.shapes import Shape, fits
 from relaunch.pool.state import ClaimRecord, FleetState, NodeStatus
 
 MOST_LOOKS = 512
-"""Nodes that are looked at for waiting claims at a time: two rounds of what a worker asks side by side."""
+"""Nodes probed for waiting claims at a time: two rounds of the probes that a worker runs in
+parallel."""
 SAY_AGAIN = timedelta(seconds=5)
-"""Between two messages to a job that it still waits, and before the first if it may have its nodes in a moment."""
+"""Time between two messages to a job that it still waits. Also the delay before the first one if
+the job may get its nodes in a moment."""
 SAYS_A_SECOND = 20
-"""To all waiting jobs together: each costs both sides a workflow task, and they are news for people only."""
+"""Messages per second to all waiting jobs together. Each costs both sides a workflow task and only
+informs people."""
 LOOK_FIRST = FRESH
-"""How long a job that could run already waits until nodes have answered that it would take too: a look takes a second."""
+"""How long a job that could already run waits for probes of further nodes that it would also take.
+A probe takes a second."""
 
 
 @dataclass(slots=True)
@@ -41,11 +50,11 @@ class Waiting:
     shape: Shape
     chosen: Chosen
     ahead: str
-    """The job that what it could use is kept free for."""
+    """The job for which the nodes that this claim could use are reserved."""
 
 
 def order_of(record: ClaimRecord) -> tuple[bool, int, float, str]:
-    """Replacements first, then by priority, first come, first served."""
+    """Return the sort key of a claim: replacements first, then priority, then submission time."""
     claim = record.claim
     since = claim.since or record.waiting_since
     return not claim.running, -claim.priority, since.timestamp() if since else 0.0, claim.job
@@ -70,16 +79,18 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
         elif state.applied and (hopeless := words.why_hopeless(record, shape)):
             _answered(done, record, Grant(claim.submission, claim.seq, "hopeless", reason=hopeless), now)
         elif closed and len(kept) >= claim.nodes and not board.holding(record):
-            # It runs with these, so it waits for nobody.
+            # The job can run with the nodes that it keeps, so it does not wait for the fleet to
+            # grant again.
             grant = _grant(board, record, Chosen(kept, [], 0))
             _answered(done, record, replace(grant, fewer=f"{len(kept)} of {claim.up_to} nodes: {closed}"), now)
         elif closed:
             _wait(done, record, closed, now, gap, soon=not (state.awaited or (state.begun and state.remembered)))
         elif f"reclaim/{claim.job}/{claim.submission}" in busy:
-            # What stops its ranks would stop the ones that it launched with this grant too.
+            # The order that stops its old ranks would also stop the ranks launched with this grant.
             _wait(done, record, f"ranks of job {claim.job} itself, which nobody answered for, are being stopped", now, gap)
         elif unknown := board.where_unknown(record):
-            # Nothing bounds how long a gang goes on whose nodes are all silent, or a job on one node.
+            # There is no bound on how long ranks run on if all nodes of their gang are silent, or
+            # if the job has a single node.
             _wait(done, record, words.why_unknown(record, unknown), now, gap)
             done.looks += [node for node in unknown if is_due(board.nodes[node], now)][: MOST_LOOKS - len(done.looks)]
         else:
@@ -95,7 +106,7 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
             done.looks += chosen.looks[: MOST_LOOKS - len(done.looks)]
             if board.could_have(record, shape, chosen):
                 board.reserve(claim.job, shape)
-    for one, grant in fewer:  # after all grants, so that it names those who got theirs just now
+    for one, grant in fewer:  # after all grants, so that the reason names the jobs granted in this pass
         _answered(done, one.record, replace(grant, fewer=words.why_fewer(one.record, one.shape, one.chosen, one.ahead)), now)
     for one in left:
         reason = words.why_waiting(one.record, one.shape, one.chosen, one.ahead)
@@ -105,7 +116,7 @@ def allocate(state: FleetState, board: Board, now: datetime, busy: frozenset[str
 
 
 def yields_at(state: FleetState) -> datetime | None:
-    """When somebody may have to give way."""
+    """Return when a running job may have to yield; None if no two of them wait."""
     stuck = [record for record in state.claims if _may_be_stuck(record)]
     since = [record.waiting_since for record in stuck if record.waiting_since is not None]
     if len(since) < 2:
@@ -114,7 +125,10 @@ def yields_at(state: FleetState) -> datetime | None:
 
 
 def _goes_on(board: Board, record: ClaimRecord, kept: list[int]) -> ClaimRecord:
-    """It has all that it wants, which is news to nobody and no reason to wait for anything: it is told only if it says it twice."""
+    """Grant a claim that already keeps every node it wants.
+
+    The job waits for nothing, so the answer is sent only if the job repeats the claim.
+    """
     claim = record.claim
     places = board.grant(record, Chosen(kept, [], 0))
     grant = Grant(claim.submission, claim.seq, places=places, reason="it goes on with what it has")
@@ -148,7 +162,10 @@ def _answered(done: Allocation, record: ClaimRecord, grant: Grant, now: datetime
 
 
 def _wait(done: Allocation, record: ClaimRecord, reason: str, now: datetime, gap: timedelta, *, soon: bool = False) -> None:
-    """`soon`: it will be over in a moment, most likely, and then nobody needs to hear of it."""
+    """Record why a claim waits, and notify the job if the reason is new.
+
+    `soon`: the wait will probably end in a moment, so the first message is delayed.
+    """
     claim = record.claim
     say_at = None
     if reason != record.said:
@@ -175,7 +192,7 @@ def _lacks(one: Waiting, now: datetime, wait: timedelta) -> bool:
 
 
 def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetime) -> None:
-    """Of those who each hold what another one needs, the last gives way."""
+    """Have the last of the running jobs that hold nodes which the others need yield."""
     wait = board.state.limits.replacement_wait
     stuck = [one for one in left if _lacks(one, now, wait)]
     if done.moved_at is not None and now - done.moved_at < wait:
@@ -193,7 +210,8 @@ def _yield(done: Allocation, board: Board, left: Iterable[Waiting], now: datetim
 
 
 def _helped(board: Board, stuck: list[Waiting], last: int) -> str:
-    """Who comes before, and could go on with what this one and others after that one hold."""
+    """Return the first job ahead of this one that could go on with what this one and later ones
+    hold."""
     for first, one in enumerate(stuck[:last]):
         gains = [_gain(board, other.record, one.shape) for other in stuck[first + 1 :]]
         if gains[last - first - 1] and sum(gains) >= one.chosen.missing:

@@ -1,6 +1,8 @@
-"""When relaunch stops repairing and granting until a person has looked, and whether one repair may act now.
+"""Open and close the fleet's breaker, and permit or refuse the steps of repairs.
 
-It counts and compares; why a node is out, and whether it needs the repair, others have decided.
+While the breaker is open, nothing is repaired or granted until a person has looked. This module
+only counts and compares: why a node is out of service, and whether it needs the repair, is decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import Answered, Breaker, FleetState, NodeStatus
 
 REBOOTS_WITHIN = timedelta(hours=1)
-"""What `reboots_per_hour` counts over."""
+"""The window over which `reboots_per_hour` counts."""
 KEPT_ANSWERS = 64
-"""Permits that can be told again: more than any fleet has repairs that act at a time."""
+"""Permits kept so that they can be sent again: more than any fleet has repairs that act at a
+time."""
 NAMED = 4
 
 
 def under_way(state: FleetState) -> int:
-    """Nodes that are examined or repaired, whoever ordered it."""
+    """Return the number of nodes that are being examined or repaired, by any order."""
     return sum(node.standing is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
 
 
@@ -43,7 +46,7 @@ def opened(state: FleetState, now: datetime) -> FleetState:
     out = [node.name for node in state.nodes if is_out(node) and not node.gone]
     most = state.limits.of("nodes_out", _size(state))
     if len(out) <= most and state.out_when_resumed:
-        # What a person knew of is over.
+        # The outage that a person knew of when they resumed is over.
         state = replace(state, out_when_resumed=0)
     if state.breaker.is_open or len(out) <= max(most, state.out_when_resumed):
         return state
@@ -54,11 +57,12 @@ def opened(state: FleetState, now: datetime) -> FleetState:
 
 
 def answered(state: FleetState, now: datetime) -> tuple[FleetState, list[TellRepair]]:
-    """Answer the requests that can be answered, and those that are to be told again."""
+    """Answer the permit requests that can be answered, and send answers again that were asked for
+    twice."""
     reboots = tuple(at for at in state.reboots if now - at < REBOOTS_WITHIN)
     if reboots != state.reboots:
         state = replace(state, reboots=reboots)
-    if not is_restoring(state, now):  # repairs may be paused, and nobody has said so yet
+    if not is_restoring(state, now):  # repairs may have been paused before, and that is not restored yet
         for request in state.requests:
             state = _answer(state, request, now)
     tells = [TellRepair(one.workflow, one.permit) for one in state.answered if not one.told]
@@ -74,13 +78,13 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
     if not may_repair(state):
         return state
     if (request.power or request.job) and is_awaiting(state, now):
-        return state  # a job may still say that it has the node
+        return state  # a job may still claim the node
     if request.job and (others := sharing(state, record, request.job)):
         if all(one.closed for one in others):
-            return state  # what is left of them is being stopped
+            return state  # their remaining ranks are being stopped
         state, refused = shared(state, record, request, [one for one in others if not one.closed], now)
         return _said(state, request, False, refused)
-    # A request does not wait for repairs that only examine: each of them may be waiting for the same thing.
+    # Repairs that only examine do not count here: each of them may be waiting for the same permit.
     acting = sum(node.repair_acts and node.name != request.node for node in state.nodes)
     most = repairs_at_once(state)
     if acting >= most:

@@ -1,4 +1,5 @@
-"""What a fleet makes of a claim: whose record it is, what it frees, and what it says against nodes. Grants nothing."""
+"""Update the fleet's state from claims: records, freed nodes, evidence against nodes. Grants
+nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ from relaunch.pool.messages import Claim, FaultReport, Place, Suspect
 from relaunch.pool.state import BehindClaim, ClaimRecord, FleetState, GivenBack, LiveGeneration, Mark, NodeProbe, NodeRecord, NodeStatus
 
 KEPT_MARKS = 20
-"""Of a node: jobs say their newest suspects again with each claim, and more than these have no consequence."""
+"""Per node. Jobs repeat their newest suspects with each claim; more marks than these change
+nothing."""
 KEPT_RETURNS = 256
-"""Jobs that gave everything back: messages come late by seconds, not by hundreds of jobs."""
+"""Jobs remembered after they gave back everything. Late messages are late by seconds, not by
+hundreds of jobs."""
 SUSPECT_JOBS, SUSPECT_WITHIN = 3, timedelta(hours=24)
-"""One job that fails proves nothing against a node, and two may be one person's two mistakes."""
+"""How many jobs must fail on a node, within which time, before it becomes a suspect. One failed job
+proves nothing against a node, and two may be two mistakes of one person."""
 FOLLOWING = (Cause.APPLICATION, Cause.NUMERICS, Cause.OUT_OF_MEMORY, Cause.UNKNOWN, Cause.HANG)
-"""When such a fault comes again with the same job on another node, it was not the first node's."""
+"""Causes for which a mark is retracted when the same fault recurs with the same job on another
+node: it was not the first node's."""
 
 
 def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
@@ -33,8 +38,9 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
         if known is not None and (claim.submission, claim.seq) == newest and known.answer is not None:
             return _with(state, replace(known, told=False))
         if claim.submission < newest[0]:
-            # A late word of a submission that has ended, which the job that runs will not take for its own. Or the server's clock
-            # was set back between the two: submissions are numbered by it, and nodes obey only higher ones.
+            # Either a late message of a submission that has ended: the running submission ignores
+            # the answer. Or the server's clock was set back between the two: submissions are
+            # numbered by it, and nodes obey only higher ones.
             behind = BehindClaim(claim.job, claim.submission, claim.seq, newest[0])
             return replace(state, behind=(*(one for one in state.behind if one.job != claim.job), behind))
         return state
@@ -46,7 +52,8 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
         older = {place.node for place in (*record.inherited, *claim.holds)}
         record = replace(record, moved={node: login for node, login in known.moved.items() if node in older})
     if known is not None and (left := {place.node for place in _knew(claim, known)} - {place.node for place in record.places}):
-        # It has stopped what lived there of earlier submissions; what lives there of its own the next look says.
+        # The job has stopped the ranks of earlier submissions there. The next probe shows its own
+        # ranks.
         state = _without_living(state, Reclaimed(claim.job, claim.submission - 1, tuple(sorted(left))))
     if claim.nodes <= 0 and not record.places:
         return without(state, record, now)
@@ -54,14 +61,14 @@ def claimed(state: FleetState, claim: Claim, now: datetime) -> FleetState:
 
 
 def reported(state: FleetState, report: FaultReport, now: datetime) -> FleetState:
-    """Hold what a job reports against the nodes that it names."""
+    """Add marks to the nodes that a job's fault report names."""
     return replace(state, nodes=_accused(state.nodes, report, now))
 
 
 def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) -> FleetState:
     for record in [record for record in state.claims if record.key in jobs]:
-        # What it was granted and what it held is kept until nobody lives there.
-        # Which nodes were launched together must be known when some of them are free again.
+        # Its granted and held nodes stay reserved until no rank lives there. Which nodes were
+        # launched together must still be known when some of them are free again.
         claim = replace(record.claim, launched=record.launched)
         after = replace(record, claim=claim, inherited_launched=(), closed=True, told=True)
         state = _with(state, after) if after.places else without(state, after, now)
@@ -71,7 +78,7 @@ def closed(state: FleetState, jobs: tuple[tuple[str, int], ...], now: datetime) 
 def reclaimed(state: FleetState, fact: Reclaimed, now: datetime) -> FleetState:
     state = _without_living(state, fact)
     for record in [record for record in state.claims if record.claim.job == fact.job]:
-        # Who answered for a node that has moved never saw the ranks.
+        # The host that answers for a moved node never saw the ranks.
         nodes = [node for node in fact.nodes if node not in record.moved]
         after = replace(record, inherited=_less(record.inherited, nodes)) if record.claim.submission >= fact.submission else record
         if record.closed and record.claim.submission <= fact.submission:
@@ -86,11 +93,11 @@ def _without_nodes(record: ClaimRecord, nodes: Iterable[str]) -> ClaimRecord:
 
 
 def note_moves(state: FleetState, was: Mapping[str, str]) -> FleetState:
-    """Remember how nodes were reached when ranks may have been started there, where the file says another way now.
+    """Record the earlier login of nodes that moved in the fleet file while ranks may live there.
 
     Args:
-        state: With the nodes as the fleet file has them now.
-        was: The login of each node as it had them before.
+        state: The state with the nodes as the fleet file has them now.
+        was: The login of each node before that.
     """
     now = {node.name: node.spec.login for node in state.nodes}
     return replace(state, claims=tuple(_with_moves(record, was, now) for record in state.claims))
@@ -104,7 +111,8 @@ def _with_moves(record: ClaimRecord, was: Mapping[str, str], now: Mapping[str, s
 
 
 def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
-    """Take a person's word that nothing of jobs that have ended lives on a node, nor of earlier submissions."""
+    """Record a person's declaration that no ranks of ended jobs or earlier submissions live on a
+    node."""
     for record in state.claims:
         after = replace(record, inherited=_less(record.inherited, [node]))
         after = _without_nodes(after, [node]) if record.closed else after
@@ -116,7 +124,8 @@ def declared_dead(state: FleetState, node: str, now: datetime) -> FleetState:
 
 
 def without(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState:
-    """Forget a claim that has nothing any more, but not that it was the last."""
+    """Remove a claim that has no nodes left, and remember its last submission and sequence
+    number."""
     claims = tuple(one for one in state.claims if one.claim.job != record.claim.job)
     others = tuple(one for one in state.given_back if one.job != record.claim.job)
     last = GivenBack(record.claim.job, record.claim.submission, record.claim.seq, now)
@@ -124,7 +133,7 @@ def without(state: FleetState, record: ClaimRecord, now: datetime) -> FleetState
 
 
 def by_marks(record: NodeRecord) -> str:
-    """Why the marks that were not retracted make the node a suspect; empty: they do not."""
+    """Return why the marks that are not retracted make the node a suspect; empty if they do not."""
     valid = [mark for mark in record.marks if not mark.retracted]
     if isolated := [mark for mark in valid if mark.isolated]:
         return isolated[-1].reason
@@ -140,11 +149,14 @@ def all_retracted(record: NodeRecord, reason: str) -> NodeRecord:
     return replace(record, marks=tuple(mark if mark.retracted else replace(mark, retracted=reason) for mark in record.marks))
 
 
-# --- a fleet that was started anew
+# --- restoring after a restart of the fleet
 
 
 def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]:
-    """Return the claims of jobs that hold nodes, as the next run of the fleet takes them over: it grants nothing to them."""
+    """Return the claims of jobs that hold nodes, as the next run of the fleet restores them.
+
+    They are not waiting, so that run grants nothing to them.
+    """
     return tuple(
         replace(
             record,
@@ -164,7 +176,8 @@ def worth_restoring(records: tuple[ClaimRecord, ...]) -> tuple[ClaimRecord, ...]
 
 
 def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
-    """Take over who held which nodes. What a job has said since counts more, where it says more."""
+    """Restore which jobs held which nodes. Newer claims of a job take precedence where they say
+    more."""
     given_back = {one.job: one for one in state.given_back}
     known = {record.claim.job: record for record in state.claims}
     for old in records:
@@ -176,7 +189,7 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
         elif (last := given_back.get(job)) is None:
             state = _with(state, old)
         elif inherited := old.inherited if last.submission == old.claim.submission else old.places:
-            # It has ended, and never knew of ranks that may live there.
+            # The job has ended and never knew of ranks that may live there.
             claim = replace(old.claim, submission=last.submission, seq=last.seq, nodes=0, keep=(), holds=(), launched=old.launched)
             ended = replace(old, claim=claim, granted=(), inherited=inherited, inherited_launched=(), closed=True)
             state = _with(state, ended)
@@ -184,7 +197,7 @@ def restored(state: FleetState, records: tuple[ClaimRecord, ...]) -> FleetState:
 
 
 def _both(record: ClaimRecord, old: ClaimRecord) -> tuple[Place, ...]:
-    """Return where ranks of earlier submissions may live, which this one may not know of."""
+    """Return where ranks of earlier submissions may live that this submission may not know of."""
     claim = record.claim
     if claim.submission == old.claim.submission and claim.seq >= old.claim.seq:
         before = () if _has_seen(claim, old) else old.inherited
@@ -204,7 +217,8 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
     since = now
     if known is not None:
         shares = {place.node: place.gpus for place in known.places}
-        # A job that holds a node of an earlier submission does not know which part of it that was.
+        # A submission that holds a node of an earlier one does not know which GPUs of the node that
+        # was.
         claim = replace(
             claim, holds=tuple(place if place.gpus else replace(place, gpus=shares.get(place.node, ())) for place in claim.holds)
         )
@@ -217,19 +231,23 @@ def _record(claim: Claim, known: ClaimRecord | None, now: datetime) -> ClaimReco
         inherited = _less(inherited, [place.node for place in claim.holds])
     if claim.nodes > 0:
         return ClaimRecord(claim, waiting_since=since, inherited=inherited, inherited_launched=launched if inherited else ())
-    # It has ended and never said what became of the ranks before it: they are stopped for it.
+    # The job has ended without reporting on the ranks before it, so the fleet stops them.
     return ClaimRecord(
         claim, granted=(), inherited=inherited, inherited_launched=launched if inherited else (), closed=bool(inherited) and not claim.holds
     )
 
 
 def _knew(claim: Claim, known: ClaimRecord) -> tuple[Place, ...]:
-    """What the job knew to be its own; a grant that it had not heard of when it spoke is not among that."""
+    """Return the places that the job knew of when it sent the claim, without a grant that it had
+    not yet received."""
     return known.places if _has_seen(claim, known) else known.claim.holds
 
 
 def _has_seen(claim: Claim, known: ClaimRecord) -> bool:
-    """Whether the job knows its grant, and with it where an earlier submission lived: it holds what it was granted."""
+    """Return whether the job has received its grant: it holds nodes that it was granted.
+
+    It then also knows where an earlier submission lived.
+    """
     granted = {place.node for place in known.granted or ()}
     return any(place.node in granted for place in claim.holds)
 
@@ -279,7 +297,7 @@ def _accused(nodes: tuple[NodeRecord, ...], report: FaultReport, now: datetime) 
 
 
 def _marked(record: NodeRecord, report: FaultReport, suspect: Suspect) -> NodeRecord | None:
-    """None: nothing new."""
+    """Return the node with the mark added; None if the suspect adds nothing new."""
     said = (report.job, report.submission, suspect.generation)
     known = next((mark for mark in record.marks if (mark.job, mark.submission, mark.generation) == said), None)
     if known is not None and (known.isolated or known.retracted or not suspect.isolate):

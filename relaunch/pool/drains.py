@@ -1,7 +1,8 @@
-"""Who is asked to leave a node, until when, and who hears that it is over.
+"""Ask jobs to leave nodes by a deadline, and notify them when a request is withdrawn.
 
-A person wants it empty, or the fleet does: it has to be examined, and others share it. Whether and when a job leaves is its own
-matter, and that of whoever may answer for it.
+Either a person wants the node empty, or the fleet does because the node has to be examined and jobs
+share it. Whether and when a job leaves is decided by the job and by the people who may answer for
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ NAMED = 4
 
 
 def asked_to_leave(state: FleetState, now: datetime) -> tuple[FleetState, list[AskToLeave]]:
-    """Ask whoever is on a node that is wanted, each job once; tell it once when the node is not wanted any more."""
+    """Ask the jobs on a wanted node to leave, each once; notify them once when it is no longer
+    wanted."""
     wanted = [node for node in state.nodes if node.drain or node.leave or node.told or node.standing is NodeStatus.SUSPECT]
     if not wanted:
         return state, []
@@ -50,7 +52,8 @@ def _asked(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: da
 
 
 def _leave(state: FleetState, node: NodeRecord, here: list[ClaimRecord], now: datetime) -> Withdraw | None:
-    """What the fleet itself wants of those who share a suspect; nothing while nothing would be done to it."""
+    """Return the fleet's own request to leave a shared suspect; None while no repair would be
+    started."""
     if node.standing is not NodeStatus.SUSPECT or node.drain is not None or _stands_still(state):
         return None
     if node.leave is not None or not state.begun or is_awaiting(state, now) or is_restoring(state, now):
@@ -67,7 +70,10 @@ def _stands_still(state: FleetState) -> bool:
 
 
 def _accuses(node: NodeRecord, record: ClaimRecord) -> bool:
-    """Whether the job's own evidence isolates the node: it leaves by itself. A fault that came to nothing is no such word."""
+    """Return whether the job's own evidence isolates the node, so that it leaves unasked.
+
+    Marks that do not isolate the node, or were retracted, do not count.
+    """
     return any(mark.job == record.claim.job and mark.isolated and not mark.retracted for mark in node.marks)
 
 
@@ -93,16 +99,17 @@ def _on_nodes(state: FleetState) -> defaultdict[str, list[ClaimRecord]]:
     return on
 
 
-# --- a repair that a job has ordered of a node that it shares
+# --- a repair that a job has ordered for a node that it shares
 
 
 def sharing(state: FleetState, node: NodeRecord, job: str) -> list[ClaimRecord]:
-    """Who else has the node, or a part of it."""
+    """Return the claims of other jobs that have the node or a part of it."""
     return [record for record in state.claims if record.claim.job != job and _is_on(record, node)]
 
 
 def shared(state: FleetState, node: NodeRecord, request: PermitRequest, others: list[ClaimRecord], now: datetime) -> tuple[FleetState, str]:
-    """Have the others leave it, where that is the fleet's to ask; return why the repair may not be now."""
+    """Ask the other jobs to leave where the fleet may do so; return why the repair must not act
+    now."""
     if not any(record.claim.job == request.job and _is_on(record, node) for record in state.claims):
         return state, in_use(state, node, request.job)
     if node.standing is NodeStatus.IN_SERVICE and not _stands_still(state):
@@ -116,5 +123,5 @@ def shared(state: FleetState, node: NodeRecord, request: PermitRequest, others: 
     if (wish := node.drain or node.leave) is None:
         return put(state, node), f"{has}: drain the node to have it left"
     if request.job not in node.told:
-        node = replace(node, told=(*node.told, request.job))  # by the refusal
+        node = replace(node, told=(*node.told, request.job))  # the refusal itself informs it
     return put(state, node), f"{has}, and {'were' if many else 'was'} asked to leave it by {wish.until:%Y-%m-%d %H:%M} UTC"

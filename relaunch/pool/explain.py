@@ -1,4 +1,7 @@
-"""Why a claim waits, or waits in vain, in words for whoever looks at the job at night: how many, who has the others, what is broken."""
+"""Explain why a claim waits or cannot be granted, for the person who looks at the job.
+
+Says how many nodes there are, which jobs have the others, and what is broken.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from relaunch.pool.shapes import Shape, fits
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 
 NAMED = 3
-"""Of each kind; the rest is counted."""
+"""Items of each kind that are named; the rest is counted."""
 
 
 def why_closed(state: FleetState, now: datetime) -> str:
-    """Why nobody is granted anything; empty: the fleet grants."""
+    """Return why the fleet grants nothing; empty if it grants."""
     if not state.applied:
         return f"the file of fleet {state.name} has not been read yet"
     if state.breaker.is_open:
@@ -45,16 +48,16 @@ def listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is true of all nodes of one kind, whoever asks."""
+    """Facts about all nodes of one kind, the same for every claim."""
 
     holders: tuple[tuple[str, int], ...]
-    """Jobs and how many of the nodes they hold, those that hold most first."""
+    """Jobs and how many of the nodes they hold, the largest number first."""
     jobs: frozenset[str]
     out: tuple[str, ...]
     silent: tuple[str, ...]
     blocked: tuple[str, ...]
     spares: int
-    """Free, and only for jobs that have run."""
+    """Free spares, which only jobs that have run may use."""
 
 
 class Words:
@@ -87,13 +90,14 @@ class Words:
         )
 
     def why_fewer(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
-        """Why a job that runs, or may begin, has not as many as it would take."""
+        """Return why a job that runs, or can start, has fewer nodes than it would take."""
         have = len(chosen.kept) + len(chosen.new)
         parts = [part for part in self._parts(record, shape, chosen, ahead) if part] or ["no other is to be had"]
         return text(f"{have} of {record.claim.up_to} nodes: " + "; ".join(parts), 600)
 
     def why_waiting(self, record: ClaimRecord, shape: Shape, chosen: Chosen, ahead: str) -> str:
-        # That an answer has grown old is no news: the job would be told of it every ten seconds, and each time writes that down.
+        # A stale answer is not news: the job would get a message every ten seconds and record each
+        # of them.
         have = len(chosen.kept) + len(chosen.new) + (0 if chosen.hopeful else chosen.stale)
         wanted = record.claim.nodes if chosen.missing else record.claim.up_to
         return text(f"{have} of {wanted} nodes: " + "; ".join(part for part in self._parts(record, shape, chosen, ahead) if part), 600)

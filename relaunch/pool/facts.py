@@ -1,4 +1,4 @@
-"""What a fleet is told: one fact at a time, each of which may come twice. What follows from it is `learn`'s."""
+"""Facts that a fleet takes in, one at a time. Each may arrive twice. `learn` applies them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relaunch.spec.fleet import FleetLimits, FleetNode
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The fleet file, as it is now."""
+    """The current content of the fleet file."""
 
     repairs: Literal["act", "ask", "observe"]
     nodes: tuple[FleetNode, ...]
@@ -26,7 +26,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class JobsFound:
-    """Which jobs of this fleet run: asked once, when the fleet begins."""
+    """The jobs of this fleet that run, asked for when the fleet starts."""
 
     jobs: tuple[str, ...]
     kind: Literal["JobsFound"] = "JobsFound"
@@ -34,16 +34,17 @@ class JobsFound:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What the fleet knew before it began anew. Without looks and repairs."""
+    """What the previous run of the fleet knew, without probes and repairs."""
 
     nodes: tuple[NodeRecord, ...] = ()
     claims: tuple[ClaimRecord, ...] = ()
-    """Of the jobs that held nodes, or whose ranks may have lived on some: a node that does not answer cannot tell of them."""
+    """Claims of jobs that held nodes, or whose ranks may have lived on some: a node that does not
+    answer cannot report them."""
     breaker: Breaker = field(default_factory=Breaker)
     lost: str = ""
-    """Why some of it, or all, is not to be had any more."""
+    """Why some or all of it can no longer be read; empty if nothing is lost."""
     logins: dict[str, str] = field(default_factory=dict)
-    """How the nodes were reached that jobs held: the fleet file may have changed since."""
+    """The login of each node that jobs held: the fleet file may have changed since."""
     kind: Literal["Remembered"] = "Remembered"
 
 
@@ -55,7 +56,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class FaultsReported:
-    """A job has met faults, and goes on with the nodes that it has."""
+    """A job has had faults and continues with the nodes that it has."""
 
     report: FaultReport
     kind: Literal["FaultsReported"] = "FaultsReported"
@@ -69,7 +70,7 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class JobsClosed:
-    """Workflows of these claims (job, submission) do not run any more."""
+    """The workflows of these claims (job, submission) no longer run."""
 
     jobs: tuple[tuple[str, int], ...]
     kind: Literal["JobsClosed"] = "JobsClosed"
@@ -77,7 +78,8 @@ class JobsClosed:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """No rank of this submission lives on these nodes any more: proven, or fenced by the time that has passed."""
+    """No rank of this submission lives on these nodes any more: proven, or fenced by elapsed
+    time."""
 
     job: str
     submission: int
@@ -108,7 +110,8 @@ class RepairEnded:
     run: str
     by: str
     job: str
-    """Which ordered it and waits for it; empty: the fleet or a person."""
+    """The job that ordered the repair and waits for it; empty if the fleet or a person ordered
+    it."""
     outcome: Literal["done", "refused", "ambiguous"]
     verdict: Verdict
     reason: str
@@ -121,13 +124,14 @@ class QuarantineAsked:
     reason: str
     by: str
     drain_within: timedelta | None = None
-    """Also have it left: by its job's next launch, and at the latest after this time. None: its job may stay."""
+    """Also drain the node: its job leaves at its next launch, at the latest after this time. None:
+    the job may stay."""
     kind: Literal["QuarantineAsked"] = "QuarantineAsked"
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAsked:
-    """Back into service, also out of SUSPECT; the person vouches for it."""
+    """A person puts a node back into service, also out of SUSPECT, and vouches for it."""
 
     node: str
     reason: str
@@ -137,7 +141,7 @@ class ReleaseAsked:
 
 @dataclass(frozen=True, slots=True)
 class DeadDeclared:
-    """A person vouches that nothing of jobs that have ended runs on a node any more."""
+    """A person declares that no rank of ended jobs runs on a node any more."""
 
     node: str
     reason: str
@@ -154,7 +158,8 @@ class PauseAsked:
 
 @dataclass(frozen=True, slots=True)
 class ResumeAsked:
-    """Ends a pause and closes the breaker. What asked meanwhile is refused: it was decided on what was true then."""
+    """A person ends a pause and closes the breaker. Pending permit requests are refused, because
+    they were decided on older facts."""
 
     reason: str
     by: str
@@ -163,7 +168,7 @@ class ResumeAsked:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A message that could not be understood."""
+    """A message that could not be parsed."""
 
     name: str
     reason: str

@@ -1,6 +1,7 @@
-"""What NVML says of a node's GPUs when it is looked at: what there is, and which strangers compute there. Facts; it condemns no node.
+"""Read what NVML reports of a node's GPUs: which there are, and which foreign processes use them.
 
-Whoever relaunch itself runs is no stranger. What could not be read is neither free nor used, neither there nor lost.
+Reports facts and condemns no node. Processes that relaunch runs are not foreign. A GPU that could
+not be read counts as neither free nor used, neither present nor lost.
 """
 
 from __future__ import annotations
@@ -12,38 +13,40 @@ from typing import Any
 from relaunch.evidence.fields import MOST_GPUS, count, fields, text, unreadable
 
 NAMED = 3
-"""Of users, and of lost GPUs; the rest is counted. A fleet keeps this of 2,048 nodes, and starts anew with less than 2 MiB."""
+"""Users and lost GPUs that are named; the rest is counted. A fleet keeps this for 2,048 nodes, and
+continues as new with less than 2 MiB."""
 MPS_SERVER = "nvidia-cuda-mps-server"
-"""NVIDIA's Multi-Process Service: it stays when those for whom it works have gone, and NVML names them beside it."""
+"""NVIDIA's Multi-Process Service. It stays after its clients have gone, and NVML lists the clients
+beside it."""
 UNKNOWN = -1
-"""For the memory in use of a GPU that did not tell."""
+"""The memory in use of a GPU that did not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
     gpus: tuple[int, ...]
     who: str
-    """A user and a program of his: `alice (python, pid 4242 and 7 more)`."""
+    """A user and one of the user's programs: `alice (python, pid 4242 and 7 more)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
     model: str = ""
-    """Of all of them; where they differ, each kind that there is."""
+    """The model of all GPUs; every model if they differ."""
     count: int = 0
-    """How many answer."""
+    """GPUs that answer."""
     memory: int = 0
-    """Bytes of one, the smallest; 0: not read."""
+    """Bytes of the smallest GPU; 0 if not read."""
     memory_used: tuple[int, ...] = ()
     """MiB by index; UNKNOWN where it was not read."""
     driver: str = ""
     nvml: str = ""
     used: tuple[GpuUse, ...] = ()
-    """By strangers; one GPU may be used by several."""
+    """By foreign processes; several may use one GPU."""
     lost: tuple[str, ...] = ()
-    """Bus ids, or `GPU 3` where even that could not be read."""
+    """Bus ids, or `GPU 3` where the bus id could not be read either."""
     unreadable: str = ""
-    """Why nothing of all this is known; empty: it is."""
+    """Why nothing could be read; empty if it was."""
 
 
 def read_inventory(answer: object) -> Inventory:
@@ -84,7 +87,7 @@ def read_inventory(answer: object) -> Inventory:
 
 
 def _bus(row: object, index: int) -> str:
-    """As the kernel prints it: NVML writes the domain with eight digits."""
+    """Return the bus id as the kernel prints it: NVML writes the domain with eight digits."""
     bus = text(row.get("bus_id"), 40).lower() if isinstance(row, Mapping) else ""
     return bus.removeprefix("0000") if len(bus) == len("00000000:05:00.0") else bus or f"GPU {index}"
 
@@ -103,12 +106,13 @@ class _Stranger:
 
 def _listed(processes: object) -> list[Mapping[str, Any]]:
     listed = processes if isinstance(processes, list) else []
-    # A node that does not say whose they are says of nobody that he is a stranger.
+    # A node that does not say whose processes they are reports no foreign ones.
     return [one for one in listed if isinstance(one, Mapping) and one.get("ours") is False and one.get("program") != MPS_SERVER]
 
 
 def _name(value: object) -> str:
-    """Whoever runs a program names it, and terminals obey what they are sent."""
+    """Return a printable name: users choose the names of programs, and terminals obey control
+    characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text(value, 32))
 
 
@@ -126,16 +130,19 @@ def _who(user: str, program: str, stranger: _Stranger) -> str:
     return f"{user or 'somebody'}" + (f" ({what})" if what else "")
 
 
-# --- in words
+# --- wording
 
 
 def used_by(uses: Iterable[GpuUse]) -> str:
-    """Such as: GPU 2, 3 are used by alice (python, pid 4242)."""
+    """Return a clause such as `GPU 2, 3 are used by alice (python, pid 4242)`."""
     return ", ".join(f"GPU {', '.join(map(str, use.gpus))} {'is' if len(use.gpus) == 1 else 'are'} used by {use.who}" for use in uses)
 
 
 def shortage(inventory: Inventory, expected: int) -> str:
-    """What is missing of the GPUs that the fleet file promises, such as: 7 of 8 GPUs answer; 0000:5e:00.0 is lost. Empty: nothing."""
+    """Return which GPUs promised by the fleet file are missing; empty if none.
+
+    Such as `7 of 8 GPUs answer; 0000:5e:00.0 is lost`.
+    """
     if inventory.unreadable or (inventory.count >= expected and not inventory.lost):
         return ""
     said = f"{inventory.count} of {max(expected, inventory.count + len(inventory.lost))} GPUs answer"

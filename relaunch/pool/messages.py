@@ -1,7 +1,8 @@
-"""What a fleet and its jobs and repairs say to each other.
+"""Messages between a fleet, its jobs and its repairs.
 
-A job does not send requests and withdrawals: each message says all that it wants and all that it holds, with a number that rises. The
-newest counts, so one that comes twice, late or after its own withdrawal changes nothing.
+A job does not send requests and withdrawals: each claim states all that it wants and all that it
+holds, with a rising sequence number. The newest counts, so a claim that arrives twice, late or
+after its own withdrawal changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 from relaunch.evidence.causes import Cause
 from relaunch.generation import LaunchedGeneration
 
-# --- between a job and its fleet --------------------------------------------------------------------------------------------
+# --- between a job and its fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,14 @@ class Place:
     node: str
     address: str = ""
     gpus: tuple[int, ...] = ()
-    """The job's share, by index, where others may have the rest; empty: no part in particular (all of them, or the node has none)."""
+    """GPU indexes of the job's share, where other jobs may have the rest. Empty: no particular
+    share (all GPUs, or the node has none)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """What a job knows against a node. It says it again with each claim; a mark is one by job, submission, generation and node."""
+    """A job's evidence against a node. The job repeats it with each claim; job, submission,
+    generation and node identify a mark."""
 
     node: str
     at: datetime
@@ -35,57 +38,67 @@ class Suspect:
     reason: str
     code: str = ""
     gpus: tuple[str, ...] = ()
-    """By bus id."""
+    """Bus ids."""
     isolate: bool = False
-    """The evidence is against the hardware: nobody gets this node before it was examined and found healthy."""
+    """The evidence is against the hardware: the node is granted to no job until an examination
+    finds it healthy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """All that a job wants of its fleet, and all that it has."""
+    """Everything that a job wants from its fleet, and everything that it holds."""
 
     job: str
-    """Its name; its workflow is `job/<name>`."""
+    """The job's name; its workflow id is `job/<name>`."""
     submission: int
-    """Of one name the later one takes the place of the earlier one, and gets what that one held."""
+    """A later submission of the same name replaces the earlier one and gets what that one held."""
     seq: int
     """Rises with each claim of a submission; a grant names the claim it answers."""
     nodes: int
-    """Wanted in all, those that are kept included; with fewer it does not run. 0: the job has ended and gives everything back."""
+    """Nodes wanted in total, kept ones included; the job does not run with fewer. 0: the job has
+    ended and gives back everything."""
     gpus: int = 0
-    """Wanted on each node; 0 on a node that has GPUs: all of them."""
+    """GPUs wanted on each node; 0 on a node that has GPUs: all of them."""
     priority: int = 0
     since: datetime | None = None
-    """Submitted: first come, first served."""
+    """Time of submission, which orders claims of the same priority."""
     running: bool = False
-    """Its ranks have run: it wants a replacement, which comes before whoever has not begun."""
+    """Its ranks have run, so it wants a replacement, which comes before jobs that have not
+    started."""
     keep: tuple[str, ...] = ()
-    """Nodes it goes on with; they count as granted."""
+    """Nodes that the job continues with; they count as granted."""
     holds: tuple[Place, ...] = ()
-    """Nodes on which ranks of it may live, those of `keep` included. Nobody else gets what is here."""
+    """Nodes on which its ranks may live, including those of `keep`. No other job is granted
+    these."""
     avoid: tuple[str, ...] = ()
     suspects: tuple[Suspect, ...] = ()
     most: int = 0
-    """Taken, where they are there at once: nobody waits for more than `nodes`. Not above `nodes`: those and no more."""
+    """Nodes taken if they are available at once; the job waits only for `nodes`. Not above `nodes`:
+    exactly `nodes`."""
     had: int = 0
-    """Nodes of the generation before: a spare may take the place of one of those, and makes no job larger."""
+    """Nodes of the previous generation. A spare may replace one of them, but never makes the job
+    larger."""
     more_at: datetime | None = None
-    """It runs on what it keeps, and may be offered more, up to `most`, from then on. None: `most` is wanted now."""
+    """From when on the job, which runs on the nodes it keeps, may be offered more, up to `most`.
+    None: `most` is wanted now."""
     stays: tuple[str, ...] = ()
-    """Those of `keep` that it was asked to leave and is on still: it has a while for that."""
+    """Nodes of `keep` that the job was asked to leave and is still on; it has until the deadline of
+    the request."""
     launched: tuple[LaunchedGeneration, ...] = ()
-    """By which times ranks of it stop themselves, where they may live. Without nodes: what it will
-    launch on the nodes that this claim is granted. A later submission judges silent nodes by it."""
+    """The launches whose ranks may live, with the timeouts after which they fence themselves. An
+    entry without nodes: what the job will launch on the nodes granted to this claim. A later
+    submission judges silent nodes by it."""
 
     @property
     def up_to(self) -> int:
-        """What it can be granted."""
+        """The most nodes that the claim can be granted."""
         return self.nodes if self.more_at is not None else max(self.nodes, self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """What a job knows against nodes, said as soon as it is known and without a claim. A report that comes twice changes nothing."""
+    """A job's evidence against nodes, sent as soon as it is known and without a claim. A repeated
+    report changes nothing."""
 
     job: str
     submission: int
@@ -94,51 +107,58 @@ class FaultReport:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Nodes that are kept for a running job that would take more of them. It may claim them, or do nothing."""
+    """Nodes reserved for a running job that would take more. The job may claim them or ignore the
+    offer."""
 
     submission: int
     seq: int
-    """Of the claim that said so: an offer to an earlier one means nothing any more."""
+    """Of the claim that asked for more: an offer to an earlier claim is void."""
     nodes: tuple[str, ...]
     until: datetime
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a fleet answers a claim."""
+    """A fleet's answer to a claim."""
 
     submission: int
     seq: int
     kind: Literal["granted", "waiting", "hopeless", "yield", "behind"] = "granted"
-    """hopeless: no wait can help. yield: give back what you hold and queue; somebody who comes first needs it.
-    behind: a later submission of this job is known, and this one takes a number above `above`."""
+    """hopeless: waiting cannot help. yield: give back all nodes and queue; a job that comes first
+    needs them. behind: a later submission of this job is known, and this one takes a number above
+    `above`."""
     places: tuple[Place, ...] = ()
-    """When granted: as many as were wanted, or more where more would be taken, those that were kept first."""
+    """If granted: as many as were wanted, or more where the job would take more, kept nodes
+    first."""
     reason: str = ""
     holding: tuple[str, ...] = ()
-    """Nodes on which ranks of an earlier submission of this job may live: it stops them first."""
+    """Nodes on which ranks of an earlier submission of this job may live; the job stops them
+    first."""
     launched: tuple[LaunchedGeneration, ...] = ()
-    """What is known of those ranks. Of a node that is in none of these nothing is known."""
+    """The launches of those ranks, as far as known. Of a node that is in none of them nothing is
+    known."""
     moved: tuple[str, ...] = ()
-    """Of `holding`, nodes whose address or user has changed in the fleet file since: what answers
-    for them now never saw those ranks, and proves nothing of them."""
+    """Nodes of `holding` whose address or user has since changed in the fleet file. The host that
+    answers for them now never saw those ranks and proves nothing about them."""
     fewer: str = ""
-    """Why there are fewer than the job would take, in words for people; empty: there are not."""
+    """Why there are fewer nodes than the job would take, in words for people; empty if there are
+    not."""
     above: int = 0
-    """When behind: the highest submission of this job that the fleet knows."""
+    """If behind: the highest submission of this job that the fleet knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """A job is asked to leave a node: for maintenance, or because it has to be examined and others were on it too."""
+    """A request to a job to leave a node, for maintenance or because a node that jobs share has to
+    be examined."""
 
     node: str
     reason: str
     by: str
     until: datetime
-    """When it has to have left; sooner at its next checkpoint, or when it launches anew anyway."""
+    """The deadline. The job leaves earlier at its next checkpoint or its next launch."""
     withdrawn: bool = False
-    """Nobody asks that any more."""
+    """The request is withdrawn."""
 
 
 # --- between a repair and its fleet
@@ -146,32 +166,35 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class PermitRequest:
-    """A repair asks before each step that acts on its node."""
+    """A repair's request for permission, sent before each step that acts on its node."""
 
     workflow: str
-    """Its id; `run` tells one repair of a node from the next."""
+    """The workflow id; `run` distinguishes successive repairs of a node."""
     run: str
     seq: int
-    """Of this repair's requests."""
+    """Number of this request within the repair."""
     node: str
     step: Literal["reset", "reboot"]
     reason: str
     asked_at: datetime
     power: bool = False
-    """The reboot is a power cycle: the node is not asked who lives there, and may be silent."""
+    """The reboot is a power cycle: the node is not asked which ranks live there, and may be
+    silent."""
     restarts: int = 0
-    """Of the node, within three days, by its own journal, as far as it was read."""
+    """Reboots of the node within three days by its own journal, as far as it was read."""
     job: str = ""
-    """Which ordered the repair, waits for it and counts its ranks there as gone; empty: none did."""
+    """The job that ordered the repair, waits for it and counts its ranks there as gone; empty if
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """The answer to it."""
+    """The fleet's answer to a permit request."""
 
     run: str
     seq: int
     allowed: bool
     reason: str
     stale: bool = False
-    """Not allowed only because it was asked before a person ended a pause or closed the breaker: what is true by now is to be examined."""
+    """Refused only because the request was sent before a person ended a pause or closed the
+    breaker: the node has to be examined again."""

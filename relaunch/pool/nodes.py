@@ -1,4 +1,5 @@
-"""What a fleet makes of its file, of looks, of repairs that begin and end, and of what people say about a node."""
+"""Update the fleet's nodes from the fleet file, probes, repairs, and what people order for a
+node."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from relaunch.pool.messages import Withdraw
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
 
 FLEET_FILE = "fleet file"
-"""Who quarantines a node that the file does not name any more."""
+"""The `by` of a quarantine of a node that the file no longer names."""
 NOT_IN_FILE = "it is no longer in the fleet file"
 RELAUNCH = "relaunch"
 FLEET = "fleet "
-"""How the name begins of whoever orders a repair that is no person: `fleet gpus`."""
+"""Prefix of the `by` of a repair that a fleet orders, not a person: `fleet gpus`."""
 REPAIR_WITHIN = timedelta(hours=3)
-"""A repair has two hours and tells its end itself: one that has not told it by then never will."""
+"""A repair has two hours and reports its end itself: one that has not reported by then never
+will."""
 KEPT_NOTICES = 50
 MAX_MOVES_NAMED = 4
 
@@ -37,7 +39,7 @@ def put(state: FleetState, record: NodeRecord) -> FleetState:
 
 
 def is_awaiting(state: FleetState, now: datetime) -> bool:
-    """Whether jobs may still say that they hold what looks free."""
+    """Return whether jobs may still claim nodes that look free."""
     return state.awaited is None or (bool(state.awaited) and (state.settles_at is None or now < state.settles_at))
 
 
@@ -55,7 +57,7 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
         if record.standing is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
             record = _back(record, now)
         nodes.append(record)
-    # Whoever has left the file while somebody is on it stays until it is free: `settle` sees to that.
+    # A node that has left the file while a job is on it is kept until it is free: see `settle`.
     nodes += [_left(record, now) for record in known.values()]
     for notice in _describe_moves(state, fact):
         state = noticed(state, notice, now)
@@ -65,7 +67,8 @@ def applied(state: FleetState, fact: Applied, now: datetime) -> FleetState:
 
 
 def _describe_moves(state: FleetState, fact: Applied) -> list[str]:
-    """Say which nodes have another address or user in the file while a job may have ranks there."""
+    """Return notices of nodes whose address or user changed in the file while a job may have ranks
+    there."""
     before = {node.name: node.spec for node in state.nodes}
     jobs = {place.node: record.claim.job for record in state.claims for place in record.places}
     found = []
@@ -95,7 +98,8 @@ def _back(record: NodeRecord, now: datetime) -> NodeRecord:
 
 
 def without_gone(state: FleetState) -> FleetState:
-    """Forget the nodes that the file does not name, once nobody is on them and nothing is done to them."""
+    """Remove the nodes that the file no longer names, once no job has them and no repair runs on
+    them."""
     if not any(node.gone for node in state.nodes):
         return state
     held = {place.node for record in state.claims for place in record.places}
@@ -103,7 +107,7 @@ def without_gone(state: FleetState) -> FleetState:
     return replace(state, nodes=nodes) if len(nodes) < len(state.nodes) else state
 
 
-# --- standings
+# --- status
 
 
 def in_service(record: NodeRecord, now: datetime) -> NodeRecord:
@@ -115,7 +119,7 @@ def quarantined(record: NodeRecord, by: str, reason: str, now: datetime) -> Node
 
 
 def is_ours(record: NodeRecord) -> bool:
-    """Out of service by relaunch's own judgement, not a person's."""
+    """Return whether relaunch, and not a person, took the node out of service."""
     return record.by == RELAUNCH or record.by.startswith("job ")
 
 
@@ -129,7 +133,7 @@ def is_out(record: NodeRecord) -> bool:
             return False
 
 
-# --- looks
+# --- probes
 
 
 def looked(state: FleetState, looks: tuple[NodeProbe, ...], now: datetime) -> FleetState:
@@ -152,7 +156,10 @@ def _last_living(record: NodeRecord) -> tuple[LiveGeneration, ...]:
 
 
 def short(state: FleetState, now: datetime) -> FleetState:
-    """Suspect nodes that lack GPUs, once nobody uses them: what a job meets there is for the job's own fault handling."""
+    """Make nodes that lack GPUs suspects, once they are unused.
+
+    A node in use is left to the fault handling of its job.
+    """
     if not state.begun or is_awaiting(state, now) or not any(node.short for node in state.nodes):
         return state
     held = {place.node for record in state.claims for place in record.places}
@@ -168,7 +175,7 @@ def short(state: FleetState, now: datetime) -> FleetState:
 def _is_idle(record: NodeRecord, held: set[str]) -> bool:
     if record.standing is not NodeStatus.IN_SERVICE or record.repair or record.gone or record.name in held:
         return False
-    if record.foreign_processes:  # an examination would be refused, and the node kept out for that
+    if record.foreign_processes:  # an examination would be refused, and the node would stay out of service for that
         return False
     return record.look is not None and not (record.look.silent or record.look.held or record.look.living)
 
@@ -197,7 +204,7 @@ def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetSt
     repair = f"{fact.workflow}/{fact.run}"
     if record is None or record.repair not in ("", repair, fact.workflow) or record.repair_ended == repair:
         return state
-    # What was read of its GPUs before that says nothing any more.
+    # An inventory from before the repair is no longer valid.
     record = replace(record, repair="", repair_since=None, repair_acts=False, repair_ended=repair, read_at=None)
     if fact.verdict is not Verdict.UNKNOWN:
         record = replace(record, verdict=fact.verdict, verdict_at=now, verdict_reason=text(fact.reason))
@@ -209,14 +216,19 @@ def repair_ended(state: FleetState, fact: RepairEnded, now: datetime) -> FleetSt
 
 
 def _proves_nothing(record: NodeRecord, fact: RepairEnded) -> bool:
-    """A person's repair that was refused, because the node is in use for example, says nothing against a node that serves."""
+    """Return whether a person's repair of a node in service was refused, for example because it is
+    in use.
+
+    Such a repair says nothing against the node.
+    """
     ordered = not fact.by.startswith(FLEET)
     refused = fact.outcome == "refused" and fact.verdict is not Verdict.UNHEALTHY
     return ordered and refused and record.standing is NodeStatus.IN_SERVICE
 
 
 def _was_stale(state: FleetState, fact: RepairEnded) -> bool:
-    """Whether the last answer to this repair's requests was that it had asked before a person resumed repairs."""
+    """Return whether the last answer to this repair was that it had asked before a person resumed
+    repairs."""
     told = [one.permit for one in state.answered if (one.workflow, one.permit.run) == (fact.workflow, fact.run)]
     return bool(told) and told[-1].stale
 
@@ -228,18 +240,19 @@ def _after_repair(record: NodeRecord, fact: RepairEnded, now: datetime, *, stale
     if record.gone:
         return quarantined(record, FLEET_FILE, NOT_IN_FILE, now)
     if record.standing is NodeStatus.QUARANTINED and not is_ours(record):
-        # A person's word holds until a person takes it back by a release: to have a node repaired says nothing about why it is kept.
+        # A person's quarantine holds until a person releases the node: ordering a repair says
+        # nothing about why it is quarantined.
         return record
     if done:
         return in_service(record, now)
     if stale and record.standing is NodeStatus.REPAIRING:
-        # It proved nothing: the next repair examines what is true by then.
+        # The repair proved nothing: the next one examines the current state.
         return replace(record, standing=NodeStatus.SUSPECT, since=now)
     return quarantined(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.reason}"), now)
 
 
 def overdue(state: FleetState, now: datetime) -> FleetState:
-    """No repair is believed in for ever."""
+    """Give up repairs that have not reported their end within `REPAIR_WITHIN`."""
     for record in [one for one in state.nodes if one.repair_since is not None and now - one.repair_since >= REPAIR_WITHIN]:
         after = replace(record, repair="", repair_since=None, repair_acts=False)
         if record.standing is NodeStatus.REPAIRING:
@@ -248,7 +261,7 @@ def overdue(state: FleetState, now: datetime) -> FleetState:
     return state
 
 
-# --- people
+# --- orders of people
 
 
 def quarantine_asked(state: FleetState, fact: QuarantineAsked, now: datetime) -> FleetState:

@@ -1,6 +1,7 @@
-"""More nodes for jobs that run well with fewer than they would take: who is offered what, and until when it is kept for them.
+"""Offer more nodes to running jobs that would take more, and reserve them for a limited time.
 
-Whoever waits for nodes comes first: nothing is offered then. What a job makes of an offer is its own decision.
+Waiting claims come first: nothing is offered while there are any. Whether a job takes an offer is
+its own decision.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from relaunch.pool.probing import is_due
 from relaunch.pool.state import ClaimRecord, FleetState, Offered
 
 OFFER_HOLDS = timedelta(minutes=2)
-"""How long nobody else gets the nodes: a job answers within seconds, or when its worker is back."""
+"""How long the offered nodes are reserved: a job answers within seconds, or when its worker is
+back."""
 OFFER_AGAIN = timedelta(minutes=5)
-"""From the end of an offer to the next one: a job that does not take it keeps nodes from others for two minutes in seven."""
+"""From the end of an offer to the next one: a job that does not take offers keeps nodes from others
+for two minutes in seven."""
 
 
 def released(state: FleetState, now: datetime) -> FleetState:
-    """End the offers that are over, were taken, or were overtaken by a claim; forget those after which there may be another."""
+    """End the offers that expired, were taken, or were superseded by a claim; forget those after
+    which the next one may be made."""
     if not state.offers:
         return state
     records = {record.claim.job: record for record in state.claims}
@@ -37,13 +41,14 @@ def released(state: FleetState, now: datetime) -> FleetState:
 
 
 def _took(record: ClaimRecord | None, offer: Offered) -> bool:
-    """Whether it has some of them now: how soon it takes more after that is its own matter."""
+    """Return whether the job was granted some of the offered nodes; its `more_at` then sets the
+    time of the next offer."""
     granted = record.granted if record is not None else None
     return bool({place.node for place in granted or ()} & {place.node for place in offer.places})
 
 
 def offered(state: FleetState, board: Board, now: datetime) -> tuple[FleetState, list[TellOffer], list[int]]:
-    """Make the offers that can be made; also the nodes to look at before more of them can."""
+    """Make the offers that are possible; also return the nodes to probe before more can be made."""
     wishes = [record for record in state.claims if _wishes(state, record, now)]
     if not wishes or any(record.waits for record in state.claims) or why_closed(state, now):
         return state, [], []
@@ -53,14 +58,14 @@ def offered(state: FleetState, board: Board, now: datetime) -> tuple[FleetState,
         claim = record.claim
         ready, stale = board.offerable(record, claim.most - len(claim.keep))
         looks += [node for node in stale if is_due(state.nodes[node], now)]
-        if ready and not stale:  # one offer of all rather than two restarts
+        if ready and not stale:  # one offer of all nodes instead of two restarts
             made.append(Offered(claim.job, claim.submission, claim.seq, board.offer(record, ready), now + OFFER_HOLDS))
     state = replace(state, offers=(*state.offers, *made)) if made else state
     return state, [TellOffer(one.job, one.offer) for one in made], looks
 
 
 def offers_at(state: FleetState) -> list[datetime]:
-    """When there may be something to offer, or an offer ends."""
+    """Return when there may be something to offer, or an offer ends."""
     times = [record.claim.more_at for record in state.claims if record.claim.more_at is not None]
     times += [one.until for one in state.offers if one.places]
     return times + [one.until + OFFER_AGAIN for one in state.offers]

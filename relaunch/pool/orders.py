@@ -1,4 +1,4 @@
-"""What a fleet orders: each order once for each state that was settled. Who carries it out is the workflow."""
+"""Orders of a fleet. Settling a state gives each order once; the workflow carries them out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from relaunch.spec.policy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Look at these nodes now: somebody waits for them, or it is time. Not ordered again while one is under way."""
+    """Probe these nodes now: a claim waits for them, or a probe is due. Not ordered again while one
+    is under way."""
 
     nodes: tuple[str, ...]
     read: tuple[str, ...] = ()
-    """Of these also the GPUs: what they are, and who computes there."""
+    """Those of the nodes whose GPUs are also read: their inventory and the processes on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,14 @@ class AskToLeave:
 
 @dataclass(frozen=True, slots=True)
 class AskToClaim:
-    """This fleet does not know what the job holds."""
+    """Ask a job to claim again, because this fleet does not know what the job holds."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """Stop whatever ranks of this submission, and of earlier ones, live on these nodes."""
+    """Stop all ranks of this submission and of earlier ones that live on these nodes."""
 
     job: str
     submission: int
@@ -58,9 +59,9 @@ class StartRepair:
     reason: str
     gpus: tuple[str, ...] = ()
     strategy: Strategy | None = None
-    """None: what an examination calls for."""
+    """None: the strategy that an examination calls for."""
     after_reboot: bool = False
-    """It has been silent since a reboot."""
+    """The node has been silent since a reboot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Who is on which node, what is free, and which nodes one claim could have. Whose turn it is, `allocate` says.
+"""Track which jobs have which nodes, what is free, and which nodes a claim could have.
 
-It remembers nothing: it is drawn anew from the state each time.
+`allocate` decides the order of claims. This module keeps no state: the board is built from the
+fleet's state each time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from relaunch.pool.shapes import Kind, Shape, fits, serves
 from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeRecord, NodeStatus, Offered
 
 GIVEN_UP = timedelta(minutes=10)
-"""A node that has been silent for so long is not waited for, and others get what a large claim would leave free meanwhile."""
+"""After so long a silence a node is no longer waited for, and other jobs get what a large claim
+would leave free meanwhile."""
 Key = tuple[bool, int, int, int]
-"""Spare, how much it is liked (less is more), free GPUs, GPUs: nodes of one key are as good as each other."""
+"""Spare, preference (lower is better), free GPUs, GPUs: nodes with the same key are
+interchangeable."""
 NOWHERE: Key = (False, 0, -1, -1)
 
 
 def holds(offered: Offered, record: ClaimRecord | None, now: datetime) -> bool:
-    """Whether the nodes are still kept for the job: it has said nothing since, or has claimed more and waits for the answer."""
+    """Return whether the nodes of an offer are still reserved: the job has sent no newer claim, or
+    its newer claim still waits for the answer."""
     if record is None or record.closed or record.claim.submission != offered.submission or now >= offered.until:
         return False
     return record.claim.seq == offered.seq or record.waits
@@ -33,22 +37,23 @@ def holds(offered: Offered, record: ClaimRecord | None, now: datetime) -> bool:
 
 @dataclass(slots=True)
 class Chosen:
-    """What a claim can have now."""
+    """The nodes that a claim can have now."""
 
     kept: list[int]
     new: list[int]
     missing: int
-    """Beyond both, of those without which it does not run."""
+    """Nodes that are missing beyond `kept` and `new` for the job to run."""
     looks: list[int] = field(default_factory=list)
-    """Nodes that have to be looked at before it can have more."""
+    """Nodes that have to be probed before the claim can have more."""
     hopeful: bool = False
-    """These may be enough."""
+    """The nodes to probe may be enough."""
     stale: int = 0
-    """Nodes it could have that answered some time ago. Nobody looks at them for a claim that others are missing for as well."""
+    """Nodes that the claim could have but for a stale probe. They are not probed for a claim that
+    would still lack others."""
 
 
 class Board:
-    """Who is on which node, and what is free. Grants change it."""
+    """Which jobs have which nodes, and what is free. Grants change it."""
 
     def __init__(self, state: FleetState, now: datetime) -> None:
         self.state = state
@@ -56,20 +61,21 @@ class Board:
         self.nodes = state.nodes
         self.index = {node.name: index for index, node in enumerate(state.nodes)}
         self.holders: dict[int, dict[str, tuple[int, ...]]] = {}
-        """By node: who is on it, and with which GPUs."""
+        """By node: the jobs that have it, and their GPUs."""
         self.contested: set[tuple[int, str]] = set()
-        """Who says that it has what another one has: it spoke so late that a fleet which was started anew gave it away."""
+        """Jobs that claim what another job has: their claim came so late that a restarted fleet had
+        granted the node elsewhere."""
         self.visited: dict[int, frozenset[int]] = {}
-        """By node: the GPUs that strangers use."""
+        """By node: the GPUs that foreign processes use."""
         self.living: dict[str, list[tuple[int, LiveGeneration]]] = {}
         """By job: where ranks of it live."""
         self.offered: dict[int, dict[str, tuple[int, ...]]] = {}
-        """By node: which running jobs may have it or a part of it, if they want to grow."""
+        """By node: the running jobs that may have it or a part of it, if they want to grow."""
         self.reserved: dict[Shape, str] = {}
-        """What is kept free for whom."""
+        """The shapes that nodes are reserved for, and the job of each."""
         self._free: dict[Key, list[int]] = {}
         self._doubtful: dict[Key, list[int]] = {}
-        """They would be free if they answered, or if who lives there were gone."""
+        """Nodes that would be free if they answered, or if the ranks that live there were gone."""
         self._where: dict[int, tuple[dict[Key, list[int]], Key]] = {}
         self._eventual = Counter[Kind]()
         self._in_file = Counter[tuple[bool, int]]()
@@ -99,11 +105,12 @@ class Board:
     # --- nodes
 
     def free_gpus(self, node: int, job: str = "") -> tuple[int, ...]:
-        """Which GPUs this job may have: no other job has them, and no stranger was seen on them."""
+        """Return the GPUs that this job may have: no other job has them, and no foreign process was
+        seen on them."""
         return tuple(gpu for gpu in self.unclaimed(node, job) if gpu not in self.visited.get(node, ()))
 
     def unclaimed(self, node: int, job: str = "") -> tuple[int, ...]:
-        """Which GPUs nobody but this job may have."""
+        """Return the GPUs that no other job has or was offered."""
         free = set(self._all(node))
         for has in (self.holders.get(node, {}), self.offered.get(node, {})):
             for holder, gpus in has.items():
@@ -115,7 +122,7 @@ class Board:
         return range(self.nodes[node].spec.gpus)
 
     def has_foreign_ranks(self, node: int, job: str = "") -> bool:
-        """By ranks of others, that nobody has set a part of it aside for."""
+        """Return whether ranks of other jobs without a share of this node live there."""
         look = self.nodes[node].look
         if look is None or not self.nodes[node].spec.gpus:
             return False
@@ -131,14 +138,15 @@ class Board:
         return self.now - one.looked_at < FRESH and not self.has_foreign_ranks(node, job)
 
     def in_the_way(self, node: int, need: int) -> tuple[GpuUse, ...]:
-        """The strangers but for whom somebody who wants so many GPUs (0: all) could have them here."""
+        """Return the foreign processes without which a claim for so many GPUs (0: all) would fit
+        here."""
         wanted = need or self.nodes[node].spec.gpus
         if node not in self.visited or not len(self.free_gpus(node)) < wanted <= len(self.unclaimed(node)):
             return ()
         return self.nodes[node].foreign_processes
 
     def is_full(self, node: int) -> bool:
-        """Jobs have all of it."""
+        """Return whether jobs have all of the node."""
         return node in self.holders and not self.unclaimed(node)
 
     def is_free(self, node: int) -> bool:
@@ -153,7 +161,7 @@ class Board:
         return one.standing is NodeStatus.IN_SERVICE and one.drain is None and not one.gone and not one.repair and not one.short
 
     def _is_eventual(self, one: NodeRecord) -> bool:
-        """Whether somebody may get it without a person's help, in the end."""
+        """Return whether a job may get the node eventually, without a person's help."""
         if one.standing is NodeStatus.QUARANTINED or one.drain is not None or one.gone:
             return False
         return one.silent_since is None or self.now - one.silent_since < GIVEN_UP
@@ -166,7 +174,8 @@ class Board:
         free = len(self.free_gpus(node)) if shared else spec.gpus
         if spec.gpus and not free:
             return
-        # What is shared already is shared further; nodes without GPUs have nothing to share, so the emptiest is the best.
+        # Nodes that are already shared are shared further; nodes without GPUs have nothing to
+        # share, so the emptiest is best.
         liked = free - spec.gpus if spec.gpus else len(self.holders.get(node, {}))
         buckets = self._free if self.is_ready(node) else self._doubtful
         key = (spec.spare, liked, free, spec.gpus)
@@ -184,11 +193,12 @@ class Board:
 
     def shape(self, claim: Claim) -> Shape:
         own = sum(count for (spare, gpus), count in self._in_file.items() if not spare and gpus >= claim.gpus)
-        # Spares are for jobs that have run; who wants more than there is without them could never begin.
+        # Spares are for jobs that have run, and for those that need more nodes than there are
+        # without spares: they could never start.
         return claim.gpus, claim.running or own < claim.nodes, frozenset(claim.avoid)
 
     def most(self, shape: Shape) -> int:
-        """How many nodes of the file fit at all."""
+        """Return how many nodes of the file fit the shape."""
         need, spares, _ = shape
         return sum(count for (spare, gpus), count in self._in_file.items() if gpus >= need and (spares or not spare))
 
@@ -208,7 +218,7 @@ class Board:
         return found[: record.claim.up_to]
 
     def choose(self, record: ClaimRecord, shape: Shape, *, alone: bool = False) -> Chosen:
-        """What the claim can have now; `alone`: nobody else waits."""
+        """Return what the claim can have now; `alone`: no other claim waits."""
         chosen = self._needed(record, shape)
         if not chosen.missing and len(chosen.kept) + len(chosen.new) < record.claim.up_to:
             self._choose_more(record, shape, chosen, alone)
@@ -231,7 +241,7 @@ class Board:
             if self.nodes[node].spec.spare and doubts is None:
                 doubts = [*doubtful, *self._fitting(self._doubtful, shape, own)]
                 if any(not self.nodes[one].spec.spare and self._only_stale(one) for one in doubts):
-                    break  # a spare is not spent before it is known that the others do not answer
+                    break  # use a spare only once it is known that the others do not answer
             new.append(node)
             if len(new) == missing:
                 break
@@ -245,7 +255,8 @@ class Board:
         return chosen
 
     def _visited_for(self, shape: Shape, without: frozenset[int]) -> list[int]:
-        """What it could have if strangers had left, and nobody has looked lately whether they have."""
+        """Return nodes that the claim could have if foreign processes had left, and that are due
+        for a probe."""
         return [
             node
             for node in sorted(self.visited)
@@ -258,7 +269,11 @@ class Board:
         ]
 
     def _choose_more(self, record: ClaimRecord, shape: Shape, chosen: Chosen, alone: bool) -> None:
-        """What nobody has to wait for. Spares and what others wait for take the place of what it had, and make no job larger."""
+        """Add nodes beyond the required ones that no other claim waits for.
+
+        Spares, and nodes that others wait for, replace nodes that the job had before; they never
+        make it larger.
+        """
         claim = record.claim
         count = len(chosen.kept) + len(chosen.new)
         own = self._own(record, shape, frozenset((*chosen.kept, *chosen.new)))
@@ -280,7 +295,8 @@ class Board:
             chosen.looks = [node for node in stale if is_due(self.nodes[node], self.now)]
 
     def offerable(self, record: ClaimRecord, count: int) -> tuple[list[int], list[int]]:
-        """Nodes by which a running job could grow now, and others by which it could if they answered: nobody has looked at them lately."""
+        """Return nodes by which a running job could grow now, and those by which it could if a new
+        probe finds that they answer."""
         claim = record.claim
         shape = claim.gpus, False, frozenset(claim.avoid)
         taken = frozenset(self.index[place.node] for place in record.places if place.node in self.index)
@@ -323,7 +339,8 @@ class Board:
         return tuple(places)
 
     def could_have(self, record: ClaimRecord, shape: Shape, chosen: Chosen) -> bool:
-        """Whether there will be enough once jobs end and repairs end, with nobody's help."""
+        """Return whether there will be enough nodes once jobs and repairs end, without a person's
+        help."""
         count = sum(n for kind, n in self._eventual.items() if serves(kind, shape))
         out = {node for name in shape[2] if (node := self.index.get(name)) is not None} | set(chosen.kept)
         count -= sum(self._is_eventual(self.nodes[node]) and serves(self._kind(node), shape) for node in out)
@@ -334,7 +351,7 @@ class Board:
         return spec.spare, spec.gpus - len(visited), not visited
 
     def reserve(self, job: str, shape: Shape) -> None:
-        """Keep whatever this shape could ever use from all who come after."""
+        """Reserve every node that this shape could use, so that later claims do not get it."""
         if shape in self.reserved:
             return
         self.reserved[shape] = job
@@ -348,7 +365,7 @@ class Board:
                     del buckets[key]
 
     def ahead(self, shape: Shape) -> str:
-        """The job that nodes of this shape are kept free for; empty: there is none."""
+        """Return the job for which nodes of this shape are reserved; empty if there is none."""
 
         def both(other: Shape, spare: bool, gpus: int) -> bool:
             return gpus >= max(shape[0], other[0]) and ((shape[1] and other[1]) or not spare)
@@ -356,7 +373,7 @@ class Board:
         return next((job for other, job in self.reserved.items() if any(both(other, *kind) for kind in self._in_file)), "")
 
     def holding(self, record: ClaimRecord) -> tuple[str, ...]:
-        """Where ranks of an earlier submission of this job may live."""
+        """Return where ranks of an earlier submission of this job may live."""
         claim = record.claim
         told = {place.node for place in claim.holds}
         nodes = {self.index[place.node] for place in record.inherited if place.node in self.index}
@@ -369,10 +386,11 @@ class Board:
         return tuple(name for node in sorted(nodes) if (name := self.nodes[node].name) not in told)
 
     def where_unknown(self, record: ClaimRecord) -> list[int]:
-        """Return the silent nodes on which ranks of an earlier submission may live, of which no record tells.
+        """Return the silent nodes on which unrecorded ranks of an earlier submission may live.
 
-        Only of a job that was never granted anything: else the run that granted it knew. And only nodes that have not answered
-        since this fleet began: of the others it was seen who lived there.
+        Only for a job that was never granted anything: otherwise the run that granted it knew. And
+        only nodes that have not answered since this fleet began: the others reported the ranks that
+        lived there.
         """
         claim = record.claim
         if claim.running or claim.holds or record.inherited:
@@ -383,7 +401,10 @@ class Board:
         return [node for node, one in enumerate(self.nodes) if not one.answered and not one.gone]
 
     def _own(self, record: ClaimRecord, shape: Shape, taken: frozenset[int]) -> list[int]:
-        """What it has already without keeping it: nobody else can have it, so it is what it gets first."""
+        """Return the usable nodes that the job already has but does not keep.
+
+        No other job can have them, so the job gets them first.
+        """
         job = record.claim.job
         mine = {self.index[place.node] for place in record.places if place.node in self.index}
         mine |= {node for node, _ in self.living.get(job, ())}
@@ -412,6 +433,6 @@ class Board:
                     yield node
 
     def _only_stale(self, node: int) -> bool:
-        """Nothing speaks against it but that the last look is too old."""
+        """Return whether the age of the last probe is the only reason against the node."""
         look = self.nodes[node].look
         return look is None or not (look.silent or look.held or self.has_foreign_ranks(node))

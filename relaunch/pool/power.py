@@ -1,7 +1,8 @@
-"""Whether the power of a node may be cycled: nobody has it who was not told, and it did not happen too often.
+"""Decide whether a node may be power-cycled: no other job has it, and not too many reboots lately.
 
-A power cycle asks nobody on the node. A silent node cannot say who lives there, and whoever said so last may have said it long ago:
-what counts is who has it by the claims, which nobody gets back before ranks are proven gone.
+A power cycle does not ask the node. A silent node cannot report which ranks live there, and its
+last report may be old. What counts is which jobs have it by their claims: a node is not freed
+before its ranks are proven gone.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from relaunch.pool.state import FleetState, NodeRecord
 
 RESTARTS_WITHIN = timedelta(days=3)
 MOST_RESTARTS = 2
-"""Within that time, as for reboots: then a person has to look."""
+"""Within that time, as for reboots: after that a person has to look."""
 GOES_DOWN_WITHIN = timedelta(minutes=10)
-"""systemd gives a service 90 s to stop, and some have several of them in a row; it is looked for once a minute."""
+"""systemd gives a service 90 s to stop, and some nodes have several in a row; nodes are probed once
+a minute."""
 
 
 def restarted(state: FleetState, record: NodeRecord, request: PermitRequest, now: datetime) -> tuple[NodeRecord, str]:
-    """Count what is asked for, or say why it must not be."""
+    """Count the requested reboot, or return why it is not allowed."""
     if request.step != "reboot":
         return record, ""
     if request.power and (why := in_use(state, record, request.job)):
@@ -34,14 +36,16 @@ def restarted(state: FleetState, record: NodeRecord, request: PermitRequest, now
 
 
 def is_silent_since_reboot(record: NodeRecord) -> bool:
-    """Whether it went silent as it was rebooted, by whatever order, and has not been seen since."""
+    """Return whether the node went silent when it was rebooted, by any order, and has not answered
+    since."""
     if record.look is None or not record.look.silent or record.silent_since is None or record.rebooted_at is None:
         return False
     return timedelta(0) <= record.silent_since - record.rebooted_at < GOES_DOWN_WITHIN
 
 
 def in_use(state: FleetState, record: NodeRecord, job: str) -> str:
-    """Why nobody but this job may have the node treated, a clause; empty: nobody else has it."""
+    """Return why only another job may have the node treated, as a clause; empty if no other job has
+    it."""
     others = [one.claim.job for one in state.claims if one.claim.job != job and any(place.node == record.name for place in one.places)]
     others += [one.job for one in (record.look.living if record.look else ()) if one.job != job]
     if not others:

@@ -1,4 +1,4 @@
-"""When a node is worth another look, and when the GPUs of it are read with that look."""
+"""Decide when to probe a node again, and when to read its GPUs with the probe."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from datetime import datetime, timedelta
 from relaunch.pool.state import NodeRecord, NodeStatus
 
 FRESH = timedelta(seconds=10)
-"""How long a node that answered counts as answering: a launch follows a grant within a second or two."""
+"""How long an answer of a node counts as current: a launch follows a grant within a second or
+two."""
 READ_AGAIN = timedelta(minutes=5)
-"""Between two readings of the GPUs of a node for which nobody waits: who sits there sits for hours."""
+"""Time between two readings of the GPUs of a node that no claim waits for: foreign processes stay
+for hours."""
 MOST_READ = 512
-"""Nodes whose GPUs are read with one look: what they say of them, with strangers on each, is half a megabyte of history."""
+"""Nodes whose GPUs are read with one probe: their answers, with foreign processes on each, are half
+a megabyte of history."""
 LOOK_AGAIN = timedelta(seconds=2)
-"""At a node that did not answer, or is at work, while somebody waits for it."""
+"""Time between probes of a node that is silent or busy while a claim waits for it."""
 
 
 def look_gap(record: NodeRecord, now: datetime) -> timedelta:
-    """How long after a look that found it silent the next one is worth it: a node that has been away for long is back at any time."""
+    """Return how long to wait after a probe that found the node silent. A node that has been silent
+    for long may be back at any time."""
     silent = now - record.silent_since if record.silent_since else timedelta(0)
     return max(LOOK_AGAIN, silent / 10)
 
 
 def is_due(record: NodeRecord, now: datetime) -> bool:
-    """Whether to look at it again for somebody who waits; not while the answer to the last look may still come."""
+    """Return whether to probe the node again for a waiting claim.
+
+    Not while the answer to the last probe may still come.
+    """
     if _lacks_only_a_reading(record, now):
         return True
     gap = look_gap(record, now)
@@ -32,14 +39,16 @@ def is_due(record: NodeRecord, now: datetime) -> bool:
 
 
 def may_be_read(record: NodeRecord, now: datetime, gap: timedelta) -> bool:
-    """Whether to read its GPUs with a look: not while it is repaired, for a reset wants nobody to have them open."""
+    """Return whether to read the GPUs with a probe. Not during a repair: no process may have them
+    open for a reset."""
     if not record.spec.gpus or record.gone or record.repair or record.standing is NodeStatus.REPAIRING:
         return False
     return record.read_at is None or now - record.read_at >= gap
 
 
 def _lacks_only_a_reading(record: NodeRecord, now: datetime) -> bool:
-    """Whether the last look was not to read its GPUs, so that nothing is to be waited for before the next one is."""
+    """Return whether the last probe was not to read the GPUs, so that the next one need not wait
+    for anything."""
     look, at, asked = record.look, record.looked_at, record.asked_at
     if look is None or at is None or look.silent or look.held or look.unread or (asked is not None and asked > at):
         return False

@@ -1,7 +1,8 @@
-"""What a fleet that begins anew takes over from the run before it: what people said, what faults and examinations said of nodes,
-and who held which nodes: a node that does not answer cannot tell whose ranks live there, nor can a job that was terminated.
+"""Restore the state of the previous run when a fleet is restarted.
 
-What jobs and nodes say to the new run counts more.
+Restores what people ordered, what faults and examinations said of nodes, and which jobs held which
+nodes: a node that does not answer cannot report whose ranks live there, nor can a terminated job.
+What jobs and nodes report to the new run takes precedence.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from relaunch.pool.nodes import FLEET_FILE, is_out, noticed
 from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
 
 REMEMBER_WITHIN = timedelta(seconds=15)
-"""How long nothing is given and nothing repaired meanwhile: a worker asks the run before for ten seconds at most."""
+"""How long nothing is granted or repaired meanwhile: a worker asks the previous run for ten seconds
+at most."""
 
 
 def memory(*runs: FleetState) -> Remembered:
-    """Return what is worth remembering of runs that have ended, newest first.
+    """Return what to restore from runs that have ended, newest first.
 
     Args:
-        runs: All back to the newest that had taken over what there was before it.
+        runs: All runs back to the newest one that had restored its predecessor's state.
     """
     state, *older = runs
     if older and not has_restored(state):
@@ -38,7 +40,8 @@ def memory(*runs: FleetState) -> Remembered:
 
 
 def _worth(record: NodeRecord) -> NodeRecord:
-    # Whatever is done to it, somebody has to examine it again: how that ends may be told to nobody.
+    # The node has to be examined again: the end of a repair under way may never be reported to the
+    # new run.
     standing = NodeStatus.SUSPECT if record.standing is NodeStatus.REPAIRING else record.standing
     out = standing is not NodeStatus.IN_SERVICE
     return NodeRecord(
@@ -58,17 +61,17 @@ def _worth(record: NodeRecord) -> NodeRecord:
 
 
 def has_restored(state: FleetState) -> bool:
-    """Return whether the run has taken over all that there was before it."""
+    """Return whether the run has restored everything that its predecessor knew."""
     return state.remembered and not state.restore_error
 
 
 def is_restoring(state: FleetState, now: datetime) -> bool:
-    """Whether somebody may still say that a node is bad which looks good."""
+    """Return whether the previous run may still report that a node that looks good is bad."""
     return not state.remembered and (state.remembers_until is None or now < state.remembers_until)
 
 
 def began(state: FleetState, now: datetime) -> FleetState:
-    """Wait for the memory from now on: the nodes are known."""
+    """Start the timeout for restoring: the nodes are known now."""
     if state.remembers_until is not None or not state.nodes:
         return state
     return replace(state, remembers_until=now + REMEMBER_WITHIN)
@@ -82,7 +85,8 @@ def given_up(state: FleetState, now: datetime) -> FleetState:
 
 
 def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState:
-    """Take it over, once, where nothing newer is known. What could not be had at first may be had later."""
+    """Restore the state where nothing newer is known. Done once, or again if parts could not be
+    read at first."""
     if (state.remembered and not state.restore_error) or not state.nodes:
         return state
     is_news = fact.lost != state.restore_error
@@ -90,7 +94,7 @@ def remembered(state: FleetState, fact: Remembered, now: datetime) -> FleetState
     if fact.lost and is_news:
         state = noticed(state, f"what a run before this one knew of nodes is not to be had, and has to be said again: {fact.lost}", now)
     if not state.breaker.is_open:
-        # So many were out before, and nobody was stopped by it, or a person knew of it.
+        # As many nodes were out before without opening the breaker, or a person knew of it.
         out = sum(is_out(node) and not node.gone for node in state.nodes)
         state = replace(state, out_when_resumed=max(state.out_when_resumed, out))
     known = {record.name for record in fact.nodes}
@@ -113,10 +117,11 @@ def _remembered(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
         record = replace(record, power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles))))
     if known is None:
         return record
-    # A person who has released it since has said the last word; so has whoever took it out of service anew. A job that suspects it has not.
+    # A release or a quarantine that a person ordered since takes precedence, but a job's suspicion
+    # does not replace a quarantine.
     is_news = record.standing is not NodeStatus.IN_SERVICE or record.since is not None
     if is_news and not (record.standing is NodeStatus.SUSPECT and known.standing is NodeStatus.QUARANTINED):
-        # Until when others have to leave a suspect has been said.
+        # The deadline by which other jobs must leave a suspect was already announced.
         return replace(record, leave=known.leave) if record.standing is known.standing is NodeStatus.SUSPECT else record
     old = {_name(mark) for mark in known.marks}
     new = tuple(mark for mark in record.marks if _name(mark) not in old)

@@ -1,7 +1,8 @@
-"""One pool of nodes: what was told makes the next state, and the state makes orders. It is the map; the knowledge is next door.
+"""Scheduler of one pool of nodes: facts change its state, and settling the state gives orders.
 
-`claims` and `nodes` read what is told, `allocate` gives nodes away, `breaker` says when to stop. A state that was settled
-gives no order twice, and everything here may be done again: equal states, facts and times make equal orders.
+This module only calls the others: `claims` and `nodes` apply facts, `allocate` grants nodes,
+`breaker` decides when to stop. A settled state gives no order twice, and every step is repeatable:
+equal states, facts and times give equal orders.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ from relaunch.pool.probing import FRESH, MOST_READ, READ_AGAIN, is_due, look_gap
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, Reclaiming
 
 SWEEP = timedelta(seconds=60)
-"""Between two looks at all nodes: how long ranks that nobody answers for may go unseen."""
+"""Time between two probes of all nodes: how long ranks of no known job may go unseen."""
 SETTLE = timedelta(seconds=30)
-"""How long a fleet that was started anew waits for jobs to say what they hold: a worker that restarts meanwhile takes ten."""
+"""How long a restarted fleet waits for jobs to claim what they hold: restarting a worker meanwhile
+takes ten seconds."""
 RECLAIM_AGAIN = timedelta(seconds=10)
-"""After an order to stop ranks that ended without success."""
+"""Delay after an order to stop ranks that ended without success."""
 AT_LEAST = timedelta(seconds=1)
-"""Between two wakes without news."""
+"""Shortest time between two wakes without news."""
 
 
 def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
-    """Take in one fact. Learning it again changes nothing."""
+    """Apply one fact. Applying it again changes nothing."""
     match fact:
         case Applied():
             return fleet_memory.began(fleet_nodes.applied(state, fact, now), now)
@@ -97,7 +99,8 @@ def learn(state: FleetState, fact: Fact, now: datetime) -> FleetState:
 
 
 def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
-    """Do what can be done now. `busy` names the orders that are being carried out: `look`, `reclaim/JOB/SUBMISSION`."""
+    """Do everything that can be done now. `busy` names the orders under way: `look`,
+    `reclaim/JOB/SUBMISSION`."""
     state = fleet_nodes.without_gone(fleet_nodes.overdue(fleet_memory.given_up(state, now), now))
     if not state.begun and state.nodes and all(node.looked_at is not None for node in state.nodes):
         state = replace(state, begun=True)
@@ -106,7 +109,7 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     state, numbers = _behind(state)
     orders += numbers
     state, permits = breaker.answered(state, now)
-    state = breaker.opened(state, now)  # one that was not allowed, because others share the node, makes it a suspect
+    state = breaker.opened(state, now)  # a repair refused because jobs share the node makes it a suspect
     orders += permits
     state, repairs = _repairs(state, now)
     orders += repairs
@@ -114,7 +117,7 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
     orders += leaves
     wanted: list[int] = []
     before = None
-    while before != state.offers:  # what was offered and not taken may be just what somebody waits for
+    while before != state.offers:  # a claim may wait for just the nodes of an offer that was not taken
         state = released(state, now)
         before = state.offers
         board = Board(state, now)
@@ -137,7 +140,7 @@ def settle(state: FleetState, now: datetime, busy: frozenset[str]) -> Settled:
 
 
 def next_wake(state: FleetState, now: datetime) -> datetime:
-    """When to settle although nothing was told."""
+    """Return when to settle even if no fact arrives."""
     times = [(state.swept_at or now) + SWEEP]
     later = [one.at + RECLAIM_AGAIN for one in state.reclaims]
     later += [record.say_at for record in state.claims if record.say_at is not None]
@@ -162,15 +165,16 @@ def next_wake(state: FleetState, now: datetime) -> datetime:
             for node in state.nodes
             if _is_watched(node, held)
         ]
-        # Whoever uses GPUs there may be gone by now.
+        # Foreign processes on these GPUs may be gone by now.
         later += [node.read_at + FRESH for node in state.nodes if node.read_at is not None and node.foreign_processes]
-    # What is past was done when the state was settled, or nobody wants it, or news of it is on its way.
+    # Times in the past were handled when the state was settled, are no longer needed, or have news
+    # on the way.
     times += [at for at in later if at > now]
     return max(min(times), now + AT_LEAST)
 
 
 def _is_watched(node: NodeRecord, held: set[str]) -> bool:
-    """Whether a look at it may bring news that somebody waits for."""
+    """Return whether a probe of the node may bring news that a claim waits for."""
     if node.standing not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT) or node.asked_at is None:
         return False
     if node.look is None or node.looked_at is None or node.looked_at < node.asked_at:
@@ -178,7 +182,7 @@ def _is_watched(node: NodeRecord, held: set[str]) -> bool:
     return bool(node.look.silent or node.look.held or (node.look.living and node.name not in held))
 
 
-# --- a fleet that was started anew
+# --- a restarted fleet
 
 
 def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
@@ -188,19 +192,19 @@ def _found(state: FleetState, fact: JobsFound, now: datetime) -> FleetState:
 
 
 def _asked(state: FleetState) -> tuple[FleetState, list[AskToClaim]]:
-    """Ask jobs what they hold: each once."""
+    """Ask jobs what they hold, each once."""
     ask = tuple(job for job in state.awaited or () if job not in state.asked)
     return (replace(state, asked=(*state.asked, *ask)) if ask else state), [AskToClaim(job) for job in ask]
 
 
 def _behind(state: FleetState) -> tuple[FleetState, list[TellJob]]:
-    """Tell jobs whose submission is lower than one that is known, so that they take a higher number."""
+    """Notify jobs whose submission is lower than a known one, so that they take a higher number."""
     reason = "a submission of this job that was numbered higher is known: the server's clock was set back in between"
     tells = [TellJob(one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above)) for one in state.behind]
     return (replace(state, behind=()) if tells else state), tells
 
 
-# --- ranks that nobody answers for
+# --- ranks that no running job answers for
 
 
 def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[FleetState, list[Order]]:
@@ -211,7 +215,7 @@ def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[F
         if record.closed:
             found[record.key].update(place.node for place in record.places if place.node not in record.moved)
         elif record.waits and record.said and record.inherited:
-            # Whoever comes before this job may wait for just these nodes.
+            # A claim that comes before this one may wait for just these nodes.
             older = record.claim.job, record.claim.submission - 1
             found[older].update(place.node for place in record.inherited if place.node not in record.moved)
     for node in state.nodes if state.awaited is not None else ():
@@ -225,7 +229,8 @@ def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[F
                 elif living.submission < known.claim.submission and _is_forgotten(known, node.name):
                     found[living.job, known.claim.submission - 1].add(node.name)
             elif last is None or node.looked_at is None or node.looked_at - last.at >= FRESH:
-                # A look that was under way when the job gave its nodes back still shows its ranks: those are not meant.
+                # A probe that was under way when the job gave back its nodes still shows its ranks:
+                # ignore those.
                 found[living.job, living.submission].add(node.name)
     recent = tuple(one for one in state.reclaims if now - one.at < RECLAIM_AGAIN)
     wait = {(one.job, one.submission) for one in recent}
@@ -237,14 +242,17 @@ def _reclaims(state: FleetState, now: datetime, busy: frozenset[str]) -> tuple[F
 
 
 def _is_forgotten(record: ClaimRecord, node: str) -> bool:
-    """Whether the job does not see to it that ranks of an earlier submission end there: a grant names them, unless it is long in coming."""
+    """Return whether the job itself does not stop ranks of an earlier submission there.
+
+    Its grant names such nodes, but a grant may be long in coming.
+    """
     if record.waits:
         return bool(record.said)
     told = record.answer.holding if record.answer else ()
     return node not in told and all(place.node != node for place in record.places)
 
 
-# --- repairs and looks
+# --- repairs and probes
 
 
 def _repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[Order]]:
@@ -278,7 +286,8 @@ def _looks(state: FleetState, board: Board, wanted: list[int], now: datetime, bu
         nodes = list(range(len(state.nodes)))
         state = replace(state, swept_at=now)
     else:
-        # Also where nothing can begin before it is known who lives there: the whole fleet, or one repair. And a reading may have ended.
+        # Also probe where nothing can start before it is known which ranks live there (the whole
+        # fleet, or one repair), and where a reading may have ended.
         unknown = [
             index
             for index, node in enumerate(state.nodes)
@@ -293,7 +302,7 @@ def _looks(state: FleetState, board: Board, wanted: list[int], now: datetime, bu
     if not nodes:
         return state, []
     old = [index for index in nodes if may_be_read(state.nodes[index], now, READ_AGAIN) and not board.is_full(index) and index not in reads]
-    # Of a large fleet some with each sweep, whoever was not read for longest first.
+    # With each sweep read some nodes of a large fleet, those not read for longest first.
     old.sort(key=lambda index: (at := state.nodes[index].read_at) is not None and at.timestamp())
     reads |= set(old[: max(0, MOST_READ - len(reads))])
     order = Look(tuple(state.nodes[index].name for index in nodes), tuple(state.nodes[index].name for index in nodes if index in reads))

@@ -1,13 +1,14 @@
-"""What a claim can use of a node, and what a node has for whoever waits until jobs and repairs have ended."""
+"""What a claim can use of a node, and what a node offers once jobs and repairs have ended."""
 
 from __future__ import annotations
 
 from relaunch.pool.state import NodeRecord
 
 Shape = tuple[int, bool, frozenset[str]]
-"""What a claim can use: GPUs on each node, spares too, none of these."""
+"""What a claim can use: GPUs on each node, whether spares too, and the nodes to avoid."""
 Kind = tuple[bool, int, bool]
-"""Whether it is a spare, its GPUs without those of strangers, who come and go as nobody here decides, and whether there are none."""
+"""Whether the node is a spare, its GPUs without those that foreign processes use (the fleet does
+not control these), and whether there are no such GPUs."""
 
 
 def serves(kind: Kind, shape: Shape) -> bool:

@@ -1,4 +1,4 @@
-"""What a fleet remembers. Only data: who gets which node `allocate` says."""
+"""State of a fleet. Data only: `allocate` decides which job gets which node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from relaunch.pool.inventory import GpuUse, Inventory, shortage
 from relaunch.pool.messages import Claim, Grant, Offer, Permit, PermitRequest, Place, Withdraw
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
-# --- what is known of nodes --------------------------------------------------------------------------------------------------
+# --- nodes
 
 
 @dataclass(frozen=True, slots=True)
 class LiveGeneration:
-    """Ranks that live on a node, as its agent says. Ordered by (submission, generation)."""
+    """Ranks that live on a node, as its agent reports. Ordered by (submission, generation)."""
 
     job: str
     submission: int
@@ -28,29 +28,31 @@ class LiveGeneration:
 
 @dataclass(frozen=True, slots=True)
 class NodeProbe:
-    """One look at one node: it answered, or why not."""
+    """The result of one probe of one node: its answer, or why there is none."""
 
     node: str
     silent: str = ""
-    """Why it gave no answer; empty: it did."""
+    """Why it gave no answer; empty if it answered."""
     boot_id: str = ""
     held: str = ""
-    """Who works on it (an examination, a repair), a clause; empty: nobody. It is in no job's way otherwise."""
+    """What works on the node (an examination, a repair), as a clause; empty if nothing does. No job
+    is granted the node meanwhile."""
     living: tuple[LiveGeneration, ...] = ()
     inventory: Inventory | None = None
-    """Of its GPUs, where they were read for this look; the record of the node keeps it."""
+    """Inventory of its GPUs if they were read for this probe; the record of the node keeps it."""
     read_ago: timedelta = timedelta(0)
-    """How old that was by then: a reading that took long is told with the next look."""
+    """How old the inventory was then: a reading that took long is reported with the next probe."""
     unread: bool = False
-    """Its GPUs were to be read for this look, and the reading had not come to an end."""
+    """Its GPUs were to be read for this probe, but the reading has not ended."""
 
 
 class NodeStatus(StrEnum):
-    """Whether a node may be given to jobs. Whether it answers and who uses it are other questions."""
+    """Whether a node may be granted to jobs. Whether it answers and which jobs use it is recorded
+    elsewhere."""
 
     IN_SERVICE = "in service"
     SUSPECT = "suspect"
-    """To be examined, and repaired where needed, as soon as nobody uses it and the limits allow."""
+    """To be examined, and repaired if needed, as soon as it is unused and the limits allow."""
     REPAIRING = "repairing"
     QUARANTINED = "quarantined"
     """Until a person releases it."""
@@ -58,7 +60,7 @@ class NodeStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One job's evidence against one node. It counts unless it was retracted."""
+    """Evidence of one job against one node. It counts unless it was retracted."""
 
     at: datetime
     job: str
@@ -69,9 +71,10 @@ class Mark:
     code: str = ""
     gpus: tuple[str, ...] = ()
     retracted: str = ""
-    """Why it counts no more: the fault followed the job elsewhere, an examination, a person."""
+    """Why it no longer counts: the fault followed the job to another node, an examination, or a
+    person."""
     isolated: bool = False
-    """It is against the hardware, and by itself reason enough to examine the node."""
+    """The evidence is against the hardware, and is by itself enough reason to examine the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +85,52 @@ class NodeRecord:
     by: str = ""
     since: datetime | None = None
     look: NodeProbe | None = None
-    """The newest one."""
+    """The newest probe."""
     looked_at: datetime | None = None
     answered: bool = False
-    """It has answered since this fleet began: what lives there that no other one can tell of has been seen."""
+    """The node has answered since this fleet began, so ranks there that only it can report have
+    been seen."""
     last_living: tuple[LiveGeneration, ...] = ()
-    """Ranks that lived there when it answered last; only while it is silent."""
+    """Ranks that lived there when the node last answered; only set while it is silent."""
     inventory: Inventory | None = None
-    """Of its GPUs, as they were read last."""
+    """Inventory of its GPUs, as last read."""
     read_at: datetime | None = None
-    """When that was; None: never, or before something was done to it."""
+    """When the inventory was read; None: never, or before something was done to the node."""
     silent_since: datetime | None = None
     repair: str = ""
-    """The repair under way, whoever ordered it: its workflow's id and run, `repair/gpus/n2/RUN`; without the run while it was ordered and
-    has not begun. It may run while a job holds the node, which ordered it."""
+    """The repair under way, by any order: its workflow's id and run, `repair/gpus/n2/RUN`; without
+    the run while it is ordered and has not begun. It may run while the job that ordered it holds
+    the node."""
     repair_since: datetime | None = None
     repair_acts: bool = False
-    """It was permitted to reset or reboot: one of the few that may at a time."""
+    """The repair was permitted to reset or reboot: it counts against the repairs that may act at
+    one time."""
     verdict: Verdict | None = None
-    """Of the last repair whose examination came to one: HEALTHY or UNHEALTHY. None: there was none yet."""
+    """HEALTHY or UNHEALTHY, from the last repair whose examination was conclusive. None: there was
+    none yet."""
     verdict_at: datetime | None = None
     verdict_reason: str = ""
-    """Kept through whatever happens on the node later: it says how old it is."""
+    """Kept whatever happens to the node later: `verdict_at` gives its age."""
     repair_ended: str = ""
-    """The last one that has ended; a message of it that comes late changes nothing."""
+    """The last repair that has ended; a late message of it changes nothing."""
     power_cycles: tuple[datetime, ...] = ()
-    """Permitted ones of the last three days: no journal of the node's tells of them."""
+    """Power cycles permitted in the last three days: the node's own journal does not record
+    them."""
     rebooted_at: datetime | None = None
     """When a reboot or a power cycle was permitted last."""
     drain: Withdraw | None = None
-    """A person wants it empty: whoever is on it was asked to leave; nobody new comes."""
+    """A person wants the node empty: the jobs on it were asked to leave, and no new ones get it."""
     leave: Withdraw | None = None
-    """The fleet wants it empty: it is a suspect, others were on it too, and they were asked to leave."""
+    """The fleet wants the node empty: it is a suspect that jobs share, and they were asked to
+    leave."""
     told: tuple[str, ...] = ()
     """Jobs that were asked to leave."""
     marks: tuple[Mark, ...] = ()
     """Newest last."""
     asked_at: datetime | None = None
-    """When a look at it was ordered last."""
+    """When a probe of it was last ordered."""
     gone: bool = False
-    """The fleet file does not name it any more; it is kept until nobody is on it."""
+    """The fleet file no longer names it; it is kept until no job has it."""
 
     @property
     def name(self) -> str:
@@ -129,13 +138,14 @@ class NodeRecord:
 
     @property
     def foreign_processes(self) -> tuple[GpuUse, ...]:
-        """Who uses GPUs of it that are relaunch's to give, and is none of its jobs."""
+        """Processes outside relaunch's jobs on those of its GPUs that relaunch grants."""
         given = [(tuple(gpu for gpu in use.gpus if gpu < self.spec.gpus), use.who) for use in self.inventory.used] if self.inventory else []
         return tuple(GpuUse(gpus, who) for gpus, who in given if gpus)
 
     @property
     def short(self) -> str:
-        """What it lacks of the GPUs that the fleet file promises, in words; empty: nothing, or nobody knows."""
+        """Which of the GPUs promised by the fleet file are missing, in words; empty if none, or if
+        unknown."""
         return shortage(self.inventory, self.spec.gpus) if self.inventory and self.read_at and self.spec.gpus else ""
 
 
@@ -143,28 +153,31 @@ class NodeRecord:
 class ClaimRecord:
     claim: Claim
     granted: tuple[Place, ...] | None = None
-    """None: it waits."""
+    """None: the claim waits."""
     said: str = ""
-    """What it was told last while it waits, so that it is told only news."""
+    """The last reason sent to the job while it waits, so that only news is sent."""
     waiting_since: datetime | None = None
     closed: bool = False
-    """Its workflow has ended without giving its nodes back: whatever ranks are left are being stopped."""
+    """Its workflow has ended without giving back its nodes: the remaining ranks are being
+    stopped."""
     inherited: tuple[Place, ...] = ()
-    """What an earlier submission of this job held, until this one has said that it knows."""
+    """What an earlier submission of this job held, until this submission has confirmed that it
+    knows."""
     inherited_launched: tuple[LaunchedGeneration, ...] = ()
-    """The launches whose ranks may live there."""
+    """The launches whose ranks may live on the inherited places."""
     answer: Grant | None = None
-    """The last one to this claim, other than that it waits."""
+    """The last answer to this claim, other than that it waits."""
     told: bool = True
-    """The answer is on its way to the job; False: it is to be told (again)."""
+    """The answer is on its way to the job; False: it has to be sent (again)."""
     said_at: datetime | None = None
     say_at: datetime | None = None
-    """When there is news for it that had to wait, so that a busy fleet does not flood its jobs."""
+    """When to send news that was held back so that a busy fleet does not flood its jobs."""
     restored: bool = False
-    """As the run before this one knew it; the job has not said yet what it holds."""
+    """Restored from the previous run; the job has not yet claimed what it holds."""
     moved: dict[str, str] = field(default_factory=dict)
-    """Of `places`, nodes that have another address or user in the fleet file now than when ranks may
-    have been started there: the earlier login of each. What answers now proves nothing of them."""
+    """Nodes of `places` that now have another address or user in the fleet file than when ranks may
+    have been started there, with the earlier login of each. What answers now proves nothing about
+    those ranks."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -172,14 +185,15 @@ class ClaimRecord:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """All that nobody else may have: what it holds, what it was granted, and what an earlier submission held."""
+        """Everything that no other job may have: what it holds, what it was granted, and what an
+        earlier submission held."""
         places: dict[str, Place] = {}
         for place in (*self.inherited, *self.claim.holds, *(self.granted or ())):
             other = places.get(place.node)
             if other is None or other.gpus == place.gpus:
                 places[place.node] = place
             else:
-                # No share is all of them.
+                # An empty share means all GPUs.
                 gpus = tuple(sorted({*other.gpus, *place.gpus})) if other.gpus and place.gpus else ()
                 places[place.node] = replace(place, gpus=gpus)
         return tuple(places.values())
@@ -196,21 +210,22 @@ class ClaimRecord:
         return self.granted is None and not self.closed
 
 
-# --- the breaker -------------------------------------------------------------------------------------------------------------
+# --- the breaker
 
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Open: nothing is repaired and nothing is granted, until a person closes it."""
+    """The breaker of a fleet. While it is open, nothing is repaired or granted until a person
+    closes it."""
 
     reason: str = ""
-    """Why it is open; empty: it is closed."""
+    """Why it is open; empty if it is closed."""
     since: datetime | None = None
     paused: str = ""
-    """Why a person has paused repairs (only those), with the name."""
+    """The person who has paused repairs (only those), and why; empty if repairs are not paused."""
     paused_since: datetime | None = None
     resumed_at: datetime | None = None
-    """When a person ended a pause or closed it last."""
+    """When a person last ended a pause or closed the breaker."""
 
     @property
     def is_open(self) -> bool:
@@ -219,19 +234,21 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A permit and whom it is for. The newest are kept: who asks twice is answered twice, and the same."""
+    """A permit and the workflow that it is for. The newest are kept, so that a repeated request
+    gets the same answer."""
 
     workflow: str
     permit: Permit
     told: bool = False
 
 
-# --- the state ---------------------------------------------------------------------------------------------------------------
+# --- the state
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """The last word of a job that has nothing any more; what it said before that and what comes late changes nothing."""
+    """The last claim of a job that has nothing left. Earlier or late messages of it change
+    nothing."""
 
     job: str
     submission: int
@@ -241,7 +258,8 @@ class GivenBack:
 
 @dataclass(frozen=True, slots=True)
 class BehindClaim:
-    """A claim with a lower submission than one that the fleet knows, to be answered so."""
+    """A claim with a lower submission than one that the fleet knows, to be answered with
+    `behind`."""
 
     job: str
     submission: int
@@ -254,19 +272,19 @@ class Reclaiming:
     job: str
     submission: int
     at: datetime
-    """When it was ordered last."""
+    """When the order was last given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """An offer, from when it was made until the next one to this job may be."""
+    """An offer, from when it was made until the next one to this job may be made."""
 
     job: str
     submission: int
     seq: int
     places: tuple[Place, ...]
     until: datetime
-    """Till then nobody else gets them, unless the job says before that it goes on without."""
+    """Until then no other job gets the nodes, unless this job declines before."""
 
     @property
     def offer(self) -> Offer:
@@ -279,35 +297,39 @@ class FleetState:
     repairs: Literal["act", "ask", "observe"] = "ask"
     limits: FleetLimits = field(default_factory=FleetLimits)
     nodes: tuple[NodeRecord, ...] = ()
-    """As the fleet file orders them; who left the file while it was used stays, quarantined, until nobody does."""
+    """In the order of the fleet file. A node that has left the file while in use stays,
+    quarantined, until it is unused."""
     claims: tuple[ClaimRecord, ...] = ()
     breaker: Breaker = Breaker()
     requests: tuple[PermitRequest, ...] = ()
-    """Not answered yet."""
+    """Not yet answered."""
     reboots: tuple[datetime, ...] = ()
-    """Permitted ones of the last hour."""
+    """Reboots permitted in the last hour."""
     awaited: tuple[str, ...] | None = None
-    """Jobs that have not said yet what they hold, since this fleet began to be; None: nobody has looked which there are."""
+    """Jobs that have not yet claimed what they hold since this run began; None: the running jobs
+    are not yet known."""
     settles_at: datetime | None = None
-    """When they are no longer awaited."""
+    """When they are no longer waited for."""
     notices: tuple[str, ...] = ()
-    """What people did and what could not be understood, newest last, with time and name."""
+    """What people did and what could not be parsed, newest last, with time and name."""
     looks: int = 0
-    """Ordered ones, counted, so that a person sees that somebody looks."""
+    """Number of probes ordered, which shows people that the fleet is active."""
     applied: bool = False
-    """The fleet file was read."""
+    """The fleet file has been read."""
     remembered: bool = False
-    """It was learned what the run before this one knew of nodes, or given up to learn it."""
+    """The state of the previous run was restored, or that was given up."""
     remembers_until: datetime | None = None
-    """When that is given up."""
+    """When to give up restoring."""
     restore_error: str = ""
-    """Why it is not known who held which nodes before this run began; empty: it is known."""
+    """Why it is unknown which jobs held which nodes before this run began; empty if it is known."""
     begun: bool = False
-    """Each node was looked at: before that nobody knows who lives where, and nothing is granted."""
+    """Each node has been probed: before that it is unknown which ranks live where, and nothing is
+    granted."""
     swept_at: datetime | None = None
-    """When a look at all nodes was ordered last."""
+    """When a probe of all nodes was last ordered."""
     moved_at: datetime | None = None
-    """When a running job was granted nodes last, or asked to yield: two jobs that wait longer stand in each other's way."""
+    """When a running job was last granted nodes or asked to yield: two running jobs that wait
+    longer block each other."""
     asked: tuple[str, ...] = ()
     """Jobs that were asked what they hold."""
     given_back: tuple[GivenBack, ...] = ()
@@ -317,6 +339,6 @@ class FleetState:
     answered: tuple[Answered, ...] = ()
     """Permits, newest last."""
     out_when_resumed: int = 0
-    """How many nodes were out when a person closed the breaker over them: only one more opens it again."""
+    """How many nodes were out when a person closed the breaker: one more opens it again."""
     offers: tuple[Offered, ...] = ()
-    """Of each job the last one."""
+    """The last offer to each job."""

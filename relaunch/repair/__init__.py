@@ -1,1 +1,1 @@
-"""What the repair of one node does next. Pure: reads no clock, calls nothing."""
+"""The repair of one node: decides its next step. Pure: reads no clock and makes no calls."""

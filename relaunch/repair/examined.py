@@ -1,6 +1,7 @@
-"""After the proof that an order was carried out: whether the node is healthy now, and how a repair ends by that.
+"""Decide how a repair ends: whether the node is healthy once an order is proven carried out.
 
-Who was just booted has some minutes until its driver and DCGM answer. Only HEALTHY is `done`.
+A node that has just booted gets some minutes until its driver and DCGM answer. Only HEALTHY is
+`done`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _has_just_booted(state: RepairState, health: Health, now: datetime) -> bool:
 
 
 def diagnosed(state: RepairState, answer: Mapping[str, Any], catalog: Catalog, now: datetime) -> RepairState:
-    assert state.health is not None  # diagnosed is only what was probed
+    assert state.health is not None  # only a probed node is diagnosed
     health = with_diag(state.health, answer, level=state.rules.level, catalog=catalog)
     state = with_health(noted(state, now, "Diagnosed", health.reason), health)
     if health.verdict is Verdict.UNKNOWN and _has_just_booted(state, health, now):

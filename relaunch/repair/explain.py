@@ -1,4 +1,5 @@
-"""A repair in words: what is asked of a person, what an order is called, and how a repair ends whose time is over."""
+"""Describe a repair in words: the question to a person, the name of an order, and how a repair ends
+that ran out of time."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def done_to(state: RepairState) -> str:
 
 
 def power_failed(node: str, answer: Mapping[str, Any]) -> str:
-    """Why the power command did nothing, in a sentence; empty: it says that it did. The command itself may hold a password."""
+    """Return why the power command did nothing, as a sentence; empty if it reports success.
+
+    The text never quotes the command itself, which may hold a password.
+    """
     program, said = text(answer.get("program"), 80) or "the power command", last_line(answer.get("output")) or "it printed nothing"
     if "missing" in answer:
         return f"the power of {node} cannot be cycled: {text(answer['missing']) or 'a program is missing'}"
@@ -55,7 +59,7 @@ def power_failed(node: str, answer: Mapping[str, Any]) -> str:
 
 
 def overdue(state: RepairState) -> Finish:
-    """How it ends when its time is over, or the person's who was asked."""
+    """Return how the repair ends when its time, or the time for a person's answer, is over."""
     unknown = Verdict.UNKNOWN
     match state.stage:
         case Stage.ASKING:

@@ -1,4 +1,5 @@
-"""What speaks against an order that acts on a node, whoever approves it."""
+"""Check for reasons against an order that acts on a node, whichever person or policy approves
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from relaunch.spec.policy import Strategy
 
 
 def against(state: RepairState, health: Health | None, now: datetime) -> str:
-    """A clause; empty: nothing does. Without health the node does not answer: who has it is for its fleet to say."""
+    """Return what speaks against the order, as a clause; empty if nothing does.
+
+    Without `health` the node does not answer, and its fleet has to say which jobs have it.
+    """
     if health is not None and health.busy:
         return f"{state.node} is in use: {', '.join(health.busy)}"
     if health is not None and state.strategy is Strategy.RESET_GPU:
@@ -33,10 +37,14 @@ def against(state: RepairState, health: Health | None, now: datetime) -> str:
 
 
 def restarts(state: RepairState, now: datetime) -> int:
-    """How often the node was rebooted lately, by its journal as it was read last, and by this repair before its power is cycled."""
+    """Return how often the node was rebooted within the reboot window.
+
+    Counts the reboots in the node's journal as last read, and the one that this repair ordered
+    before a power cycle.
+    """
     health = state.health
     own = int(state.power and state.attempts > 0)
     if health is None:
         return own
-    since = min(health.clock or now, now) - state.rules.reboot_window  # a clock that is ahead forgets nothing
+    since = min(health.clock or now, now) - state.rules.reboot_window  # a clock that is ahead must not drop reboots
     return own + sum(one.at > since and one.id != text(state.id, LONGEST_ID) for one in health.reboots)

@@ -1,7 +1,8 @@
-"""The next step of one repair: a state and a fact make the next state, a state and the time make a step.
+"""State machine of one repair: state and fact give the next state, state and time give a step.
 
-An order that acts on the node is given to the boot that was looked at last, never while the node is in use, never twice blindly. A
-repair is done only when the node was examined after it and found healthy.
+An order that acts on the node is bound to the boot that was last probed. It is never given while
+the node is in use, and never repeated without a probe. A repair is done only when the node was
+examined afterwards and found healthy.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ __all__ = [
 ]
 
 ARRIVES_WITHIN = timedelta(seconds=60)
-"""A node writes an order to reboot into its journal within seconds: one that answers a minute later without such an entry never got it."""
+"""A node writes an order to reboot into its journal within seconds. If it answers a minute later
+without such an entry, the order never arrived."""
 PROBE_WITHIN = timedelta(seconds=20)
-"""A healthy node needs less than one; a driver that hangs is given up after ten."""
+"""A healthy node needs less than one second; a driver that hangs is given up after ten."""
 RESET_WITHIN = timedelta(minutes=2)
 """nvidia-smi takes some seconds for each of eight GPUs."""
 MAX_ORDERS = 2
@@ -102,11 +104,14 @@ def begin(
     power: bool = False,
     boot_id: str = "",
 ) -> RepairState:
-    """Begin.
+    """Return the initial state of a repair.
 
     Args:
-        power: cycle the power without asking the node to reboot before.
-        boot_id: the boot that is to end, where it is known and the node may not tell it any more.
+        power: Cycle the power without asking the node to reboot first.
+        boot_id: The boot that is to end, if it is known and the node may no longer report it.
+
+    Raises:
+        ValueError: The strategy is not a repair.
     """
     if not strategy.repairs:
         raise ValueError(f"{strategy} repairs no node: expected RESET_GPU or REBOOT_NODE")
@@ -162,7 +167,7 @@ def next_step(state: RepairState, now: datetime) -> Step:
 
 
 def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> RepairState:
-    """Take in what came back. A fact that answers nothing that was asked changes nothing."""
+    """Apply the result of a step. A fact that answers no open step changes nothing."""
     if state.outcome is not None:
         return state
     ordered = state.stage in (Stage.ORDERING, Stage.PROVING)
@@ -170,7 +175,8 @@ def learn(state: RepairState, fact: Fact, catalog: Catalog, now: datetime) -> Re
         case Slept():
             return replace(state, wait=timedelta(0))
         case CancelAsked():
-            # It may have come while an order was on its way: `next_step` obeys it, once all that is known was learned.
+            # The cancel may have come while an order was on its way: `next_step` obeys it once
+            # every known fact has been applied.
             reason = text(fact.reason) or "no reason given"
             if state.attempts and state.stage in (Stage.LOOKING, Stage.ASKING, Stage.ORDERING):
                 state = replace(state, stage=Stage.PROVING, ask_until=None)
@@ -211,10 +217,10 @@ def _probed(state: RepairState, fact: Probed, catalog: Catalog, now: datetime) -
     if not health.boot_id:
         return _silent(state, f"its answer cannot be read: {health.reason}", now, unseen=False)
     if state.power and state.stage is Stage.PROVING and not state.boot_id and not has_booted(state, health, now):
-        state = replace(state, boot_id=health.boot_id)  # the boot that was to end and goes on
+        state = replace(state, boot_id=health.boot_id)  # the boot that was to end is still running
     state = replace(noted(with_health(state, health), now, fact.kind, health.reason), silent="", unseen_since=None)
     if health.held and health.held == text(state.id, LONGEST_ID):
-        # What was ordered earlier for this repair is still at work there, and its answer was lost.
+        # An earlier order of this repair still runs there, and its answer was lost.
         return again(state, LOOK_AGAIN, now, f"what was ordered for this repair is still at work on {state.node}")
     if state.stage is Stage.LOOKING:
         return _looked(state, health, now)
@@ -226,7 +232,8 @@ def _probed(state: RepairState, fact: Probed, catalog: Catalog, now: datetime) -
 def _looked(state: RepairState, health: Health, now: datetime) -> RepairState:
     mine = next((one for one in health.reboots if one.id == text(state.id, LONGEST_ID) and one.boot_id), None)
     if state.strategy is Strategy.REBOOT_NODE and mine is not None and not state.power:
-        # This repair was begun before and forgotten (its workflow was reset), and has given its order.
+        # This repair was started before and lost its state (its workflow was reset) after it gave
+        # the order.
         state = replace(state, stage=Stage.PROVING, boot_id=mine.boot_id, attempts=1, ordered_at=now, arrived=True)
         return _proven(state, health, now)
     if state.boot_id and health.boot_id != state.boot_id:
@@ -253,7 +260,7 @@ def _answered(state: RepairState, fact: Answered, now: datetime) -> RepairState:
         return _out_of_time(state, now)
     if not fact.approve:
         return ended(state, now, "refused", f"{who} said no{why}")
-    # Hours may have passed since the node was looked at.
+    # Hours may have passed since the node was last probed.
     state = replace(state, approved_by=who, stage=Stage.LOOKING, ask_until=None)
     return noted(state, now, fact.kind, f"{who} approved{why}")
 
@@ -262,7 +269,7 @@ def _permitted(state: RepairState, fact: Permitted, now: datetime) -> RepairStat
     reason = text(fact.reason) or "no reason given"
     if not fact.allowed:
         return ended(state, now, "refused", f"fleet {state.fleet} does not let it {order_of(state)}: {reason}")
-    # The answer took its time, and somebody may have begun to use the node.
+    # The answer took time, and a job may have begun to use the node.
     stage = Stage.PROVING if state.attempts else Stage.LOOKING
     return noted(replace(state, stage=stage), now, fact.kind, f"fleet {state.fleet} lets it {order_of(state)}: {reason}")
 
@@ -272,14 +279,15 @@ def _permitted(state: RepairState, fact: Permitted, now: datetime) -> RepairStat
 
 def _sent(state: RepairState, now: datetime) -> RepairState:
     if state.stage is not Stage.ORDERING:
-        return state  # it is counted: this answers it late
+        return state  # already counted: this answer is late
     silent = "it was not asked again since it was ordered"
     state = replace(state, stage=Stage.PROVING, attempts=state.attempts + 1, ordered_at=now, silent=silent)
     return with_time_to_prove(state, now) if state.power else state
 
 
 def _silent(state: RepairState, reason: str, now: datetime, *, unseen: bool = True) -> RepairState:
-    """No answer that can be used. `unseen`: none at all, as far as can be told."""
+    """Handle a missing or unusable answer. `unseen`: there was no answer at all, as far as is
+    known."""
     ordered = state.stage is Stage.ORDERING
     since = state.unseen_since if ordered else (state.unseen_since or now) if unseen else None
     state = replace(_sent(state, now), silent=reason, unseen_since=since)
@@ -321,7 +329,7 @@ def _done(state: RepairState, answer: Mapping[str, Any], now: datetime) -> Repai
 
 def _refused(state: RepairState, fact: OrderRefused, now: datetime) -> RepairState:
     if fact.why == "boot_changed":
-        # The next probe says which boot it is: what counts is not what a refusal claims.
+        # The next probe shows which boot it is: the claim of a refusal does not count.
         return noted(state, now, fact.kind, f"{state.node} says that it has rebooted since that was decided")
     reason = f"{state.node} refused to {verb_of(state)} ({text(fact.why, 40)}): {text(fact.reason) or 'no reason given'}"
     if fact.why == "cannot_reboot" and may_follow(state):
@@ -365,7 +373,7 @@ def _out_of_time(state: RepairState, now: datetime) -> RepairState:
 
 
 def _ends(state: RepairState) -> datetime:
-    """When the wait for a person ends, or all of it."""
+    """Return when the wait for a person ends, or else the whole repair."""
     return state.deadline if state.ask_until is None else min(state.ask_until, state.deadline)
 
 

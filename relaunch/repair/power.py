@@ -1,6 +1,7 @@
-"""When a repair cycles a node's power instead of asking the node to reboot, and what proves that it did.
+"""Decide when a repair power-cycles a node instead of asking it to reboot, and what proves success.
 
-The node is not asked and cannot refuse. One that answers says who uses it; of a silent one only its fleet can say that nobody has it.
+The node is not asked and cannot refuse. A node that answers reports what uses it; for a silent one
+only its fleet can say that no job has it.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from relaunch.repair.state import RepairState, Stage
 from relaunch.spec.policy import Strategy
 
 SILENT_FOR = timedelta(minutes=3)
-"""As long as a job takes to call a node lost: a connection that broke, or a service that restarts, is back by then."""
+"""As long as a job takes to declare a node lost: a broken connection or a restarting service is
+back by then."""
 POWER_WITHIN = timedelta(minutes=1)
-"""ipmitool gives a controller up after some twenty seconds; a command that asks a cloud needs a few."""
+"""ipmitool gives up on a controller after some twenty seconds; a command that calls a cloud API
+needs a few."""
 LAST_LOOK = timedelta(minutes=1)
-"""Before the end of a repair: so that a look at the node falls between what was not proven and what comes after it."""
+"""Kept free before the end of a repair, so that a probe of the node falls between an unproven
+reboot and the power cycle."""
 
 
 def may_follow(state: RepairState) -> bool:
-    """Whether the power is the next way to reboot this node."""
+    """Return whether a power cycle is the next way to reboot this node."""
     return state.strategy is Strategy.REBOOT_NODE and state.rules.power and not state.power and not state.cancelled
 
 
 def is_overdue(state: RepairState, now: datetime) -> bool:
-    """Whether a reboot was not proven in time and there is as much time again for a power cycle."""
+    """Return whether a reboot was not proven in time and as much time is left for a power cycle."""
     if state.stage is not Stage.PROVING or state.ordered_at is None or not may_follow(state):
         return False
     if state.rules.waited_for:
@@ -39,8 +43,9 @@ def is_silent(state: RepairState, now: datetime) -> bool:
 
 
 def instead(state: RepairState, now: datetime) -> RepairState:
-    """From here on it is the power that is to be cycled: looked at anew, and asked for anew."""
-    # Whoever has approved a reboot has not approved this.
+    """Switch the repair to a power cycle: the node is probed again and approval is asked for
+    again."""
+    # Approval of a reboot does not cover a power cycle.
     approved_by = "" if state.rules.mode == "ask" else state.approved_by
     state = replace(state, power=True, stage=Stage.LOOKING, approved_by=approved_by, wait=timedelta(0))
     return with_time_to_prove(state, now)
@@ -53,6 +58,10 @@ def with_time_to_prove(state: RepairState, now: datetime) -> RepairState:
 
 
 def has_booted(state: RepairState, health: Health, now: datetime) -> bool:
-    """Whether a node whose boot id nobody had read runs a boot that began after it was found silent. An uptime needs no clock."""
+    """Return whether a node of unknown earlier boot id runs a boot that began after it was found
+    silent.
+
+    It goes by the uptime, which needs no synchronized clock.
+    """
     since = state.unseen_since or state.started_at
     return health.uptime is not None and timedelta(seconds=health.uptime) < now - since

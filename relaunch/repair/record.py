@@ -1,4 +1,4 @@
-"""Writing down what a repair has come to: what it waits for, what was seen, how it ended. Chooses nothing."""
+"""Record what a repair waits for, what was seen, and how it ended. Decides nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def again(state: RepairState, wait: timedelta, now: datetime, reason: str) -> Re
 def noted(state: RepairState, now: datetime, what: str, reason: str) -> RepairState:
     record = StepRecord(now, what, text(reason))
     if any((one.what, one.reason) == (record.what, record.reason) for one in state.log[-2:]):
-        return state  # a node that is awaited says the same every few seconds
+        return state  # a node that is waited for gives the same answer every few seconds
     log = (*state.log, record)
     return replace(state, log=log if len(log) <= KEPT_RECORDS else (log[0], *log[-KEPT_RECORDS + 1 :]))
 

@@ -1,4 +1,5 @@
-"""What one repair remembers, the steps it may take, and the facts that come back. Only data: which step is next is `repair`'s."""
+"""State of one repair, the steps it may take, and the facts that come back. Data only: `machine`
+decides on the next step."""
 
 from __future__ import annotations
 
@@ -18,38 +19,40 @@ Outcome = Literal["done", "refused", "ambiguous"]
 
 class Stage(StrEnum):
     LOOKING = "LOOKING"
-    """Nothing was ordered, and whether it may be is to be seen."""
+    """Nothing was ordered; whether the order is allowed has to be checked."""
     ASKING = "ASKING"
     ORDERING = "ORDERING"
-    """All that speaks against the order was looked at just now."""
+    """Everything that could speak against the order was just checked."""
     PROVING = "PROVING"
-    """It was ordered, and whether it happened is to be seen."""
+    """The order was given; whether it was carried out has to be proven."""
     EXAMINING = "EXAMINING"
-    """It happened."""
+    """The order was carried out; the node is examined."""
     DIAGNOSING = "DIAGNOSING"
-    """It happened, the probe was read, and `dcgmi diag` is due."""
+    """The order was carried out, the probe was read, and `dcgmi diag` is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepairRules:
     mode: Literal["act", "ask", "observe"]
-    """Of the fleet: whether an order that acts on a node is given, waits for a person, or is only written down."""
+    """The fleet's mode: an order that acts on a node is given, waits for a person, or is only
+    recorded."""
     level: int
-    """Of `dcgmi diag`; 0: only probed."""
+    """Level of `dcgmi diag`; 0: probe only."""
     expected_gpus: int
     examine_within: timedelta
-    """For `dcgmi diag`."""
+    """Timeout of `dcgmi diag`."""
     answer_within: timedelta
-    """For a person; the deadline of the repair comes first."""
+    """Timeout of a person's answer; the deadline of the repair takes precedence."""
     repair_within: timedelta = timedelta(minutes=25)
-    """From beginning to end. A host with eight GPUs takes ten to fifteen minutes to boot."""
+    """Timeout of the whole repair. A host with eight GPUs takes ten to fifteen minutes to boot."""
     max_reboots: int = 2
-    """So many within the window, and a person has to look: leptonai/gpud's "inspect hardware" comes after as many."""
+    """After so many reboots within the window a person has to look. leptonai/gpud reports "inspect
+    hardware" after as many."""
     reboot_window: timedelta = timedelta(days=3)
     power: bool = False
     """The fleet file has a command that cycles the node's power."""
     waited_for: bool = False
-    """By a job, until the deadline: what cannot be over by then is not begun."""
+    """A job waits for the repair until the deadline: what cannot end by then is not started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,51 +68,52 @@ class RepairState:
     fleet: str
     node: str
     strategy: Strategy
-    """RESET_GPU or REBOOT_NODE, by the node itself or by its power."""
+    """RESET_GPU or REBOOT_NODE; a reboot is done by the node itself or by its power."""
     gpus: tuple[str, ...]
-    """To reset; by bus id as soon as the node was probed. Empty: all of them."""
+    """GPUs to reset, by bus id once the node was probed. Empty: all of them."""
     reason: str
     by: str
-    """The job or the person that wants it."""
+    """The job or the person that ordered the repair."""
     rules: RepairRules
     started_at: datetime
     deadline: datetime
     stage: Stage = Stage.LOOKING
     boot_id: str = ""
-    """The boot it was decided on: any other is proof that the node has rebooted."""
+    """The boot that the repair was decided on: any other boot id proves that the node has
+    rebooted."""
     health: Health | None = None
     """As last read, with the gravest findings only."""
     silent: str = ""
-    """Why the last question to the node got no answer; empty: it was answered."""
+    """Why the last request to the node got no answer; empty if it was answered."""
     wait: timedelta = timedelta(0)
-    """Before the node is asked again."""
+    """Delay before the node is asked again."""
     waiting: str = ""
-    """For what."""
+    """What the delay is for."""
     ask_until: datetime | None = None
     approved_by: str = ""
     ordered_at: datetime | None = None
     """When the last order was given."""
     attempts: int = 0
-    """Orders given."""
+    """Number of orders given."""
     arrived: bool = False
-    """The node has taken the order, by its own word."""
+    """The node has confirmed that it took the order."""
     proven_at: datetime | None = None
     examined_on: str = ""
-    """The boot that the examination began on."""
+    """The boot on which the examination began."""
     examinations: int = 0
-    """Runs of `dcgmi diag` that got no answer."""
+    """Number of runs of `dcgmi diag` that got no answer."""
     cancelled: str = ""
-    """Why; empty: it is not."""
+    """Why the repair was cancelled; empty if it was not."""
     power: bool = False
-    """What is to be ordered, or was ordered last, is a power cycle."""
+    """The next order, or the last one given, is a power cycle."""
     unseen_since: datetime | None = None
-    """Since when no look at the node was answered; None: the last one was."""
+    """Since when no probe of the node was answered; None if the last one was."""
     log: tuple[StepRecord, ...] = ()
-    """The first and the newest."""
+    """The first record and the newest ones."""
     outcome: Outcome | None = None
     verdict: Verdict | None = None
     conclusion: str = ""
-    """Why it ended so."""
+    """Why the repair ended with this outcome."""
 
 
 # --- steps
@@ -119,7 +123,8 @@ class RepairState:
 class Probe:
     within: timedelta
     kernel_since: timedelta | None
-    """How far back the kernel log counts, so that what led to the repair is not held against it; None: all of this boot."""
+    """How far back the kernel log counts, so that the fault that led to the repair is not held
+    against the node; None: all of this boot."""
     reason: str
     kind: Literal["Probe"] = "Probe"
 
@@ -136,7 +141,7 @@ class Diagnose:
 class ResetGpus:
     boot_id: str
     gpus: tuple[str, ...]
-    """Bus ids; empty: all."""
+    """Bus ids; empty: all GPUs."""
     within: timedelta
     reason: str
     kind: Literal["ResetGpus"] = "ResetGpus"
@@ -151,7 +156,8 @@ class Reboot:
 
 @dataclass(frozen=True, slots=True)
 class PowerCycle:
-    """By the worker, with the command of the fleet file: the node is not asked, and cannot refuse."""
+    """Power cycle by the worker, with the command of the fleet file: the node is not asked and
+    cannot refuse."""
 
     within: timedelta
     reason: str
@@ -177,7 +183,7 @@ class AskPerson:
 class Finish:
     outcome: Outcome
     verdict: Verdict
-    """Of the node after the repair; UNKNOWN where it was not examined then."""
+    """Of the node after the repair; UNKNOWN if it was not examined then."""
     reason: str
     kind: Literal["Finish"] = "Finish"
 
@@ -196,7 +202,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class NoAnswer:
-    """To whatever was asked or ordered last."""
+    """No answer to the last request or order."""
 
     reason: str
     kind: Literal["NoAnswer"] = "NoAnswer"
@@ -238,7 +244,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Permitted:
-    """What the fleet said to the order that is due. A leave that came at once needs no such fact: the order is given."""
+    """The fleet's answer for the order that is due. A permit that came at once needs no such fact:
+    the order is given."""
 
     allowed: bool
     reason: str
@@ -247,7 +254,7 @@ class Permitted:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """Nobody has answered in time, or the repair's own time is over."""
+    """The time for a person's answer, or for the whole repair, is over."""
 
     kind: Literal["DeadlinePassed"] = "DeadlinePassed"
 

@@ -1,8 +1,10 @@
-"""What a node needs that nobody has judged yet: examined first, then reset or rebooted by what was found, one after the other.
+"""Choose the treatment of a node of unknown health.
 
-A node is treated only for what an examination has found. One that cannot be examined is looked at again and then left to a person: it
-is never called healthy, and nothing is done to it; only the power of one that is silent after a reboot of ours is cycled, where that can be
-done. How one treatment is carried out is `repair`'s.
+The node is examined first, then reset or rebooted by what was found, one strategy after the other.
+It is treated only for what an examination has found. A node that cannot be examined is examined
+again and then left to a person: it is never called healthy, and nothing is done to it. The one
+exception: a node that is silent after a reboot by relaunch is power-cycled where that is possible.
+`machine` carries out one treatment.
 """
 
 from __future__ import annotations
@@ -19,33 +21,35 @@ from relaunch.repair.state import Finish, Outcome, RepairState, StepRecord
 from relaunch.spec.policy import Strategy
 
 AGAIN = (timedelta(minutes=1), timedelta(minutes=5), timedelta(minutes=15))
-"""After an examination that says nothing: an agent needs seconds, DCGM's service minutes, a host of eight GPUs ten of them to boot."""
+"""Delays after an inconclusive examination: an agent needs seconds, DCGM's service minutes, a host
+of eight GPUs ten minutes to boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the treatment of one node has come to so far."""
+    """Progress of the treatment of one node."""
 
     node: str
     reason: str
-    """Why it is to be examined."""
+    """Why the node is to be examined."""
     health: Health | None = None
-    """As it was examined last."""
+    """Result of the last examination."""
     unknown: int = 0
-    """Examinations in a row that could not say how it is."""
+    """Number of inconclusive examinations in a row."""
     tried: tuple[Strategy, ...] = ()
     ended: Finish | None = None
     """How the last treatment ended."""
     acted: bool = False
-    """By it something was done to the node."""
+    """The last treatment did something to the node."""
     kernel_from: datetime | None = None
-    """What the kernel said before counts no more: it was healed since. None: all of this boot counts."""
+    """Kernel messages before this time no longer count: a treatment has cured the node since. None:
+    all of this boot counts."""
     cancelled: str = ""
-    """Why; empty: it is not."""
+    """Why the treatment was cancelled; empty if it was not."""
     power: bool = False
-    """There is a command that cycles the node's power, and it was not used yet."""
+    """A command that cycles the node's power exists and has not been used yet."""
     after_reboot: bool = False
-    """It has been silent since a reboot that somebody else ordered, before this began."""
+    """The node has been silent since an earlier reboot, which this repair did not order."""
     log: tuple[StepRecord, ...] = ()
 
 
@@ -60,10 +64,10 @@ class Examine:
 class Treat:
     strategy: Strategy
     gpus: tuple[str, ...]
-    """To reset, by bus id; empty: all of them."""
+    """GPUs to reset, by bus id; empty: all of them."""
     reason: str
     power: bool = False
-    """By its power, for it does not answer."""
+    """Reboot by a power cycle, because the node does not answer."""
     kind: Literal["Treat"] = "Treat"
 
 
@@ -79,7 +83,8 @@ def examined(course: Course, health: Health, now: datetime) -> Course:
 
 
 def treated(course: Course, state: RepairState, end: Finish, now: datetime) -> Course:
-    """Take in how a treatment ended; what it has found of the node afterwards is an examination, too."""
+    """Record how a treatment ended; what it found of the node afterwards counts as an
+    examination."""
     acted = state.attempts > 0 or state.proven_at is not None
     course = replace(
         course,
@@ -88,7 +93,7 @@ def treated(course: Course, state: RepairState, end: Finish, now: datetime) -> C
         acted=acted,
         health=replace(state.health, verdict=end.verdict, reason=end.reason) if acted and state.health is not None else course.health,
         unknown=int(acted and end.verdict is Verdict.UNKNOWN),
-        # An order of which nobody knows whether it was carried out has healed nothing.
+        # An order that may not have been carried out has cured nothing.
         kernel_from=state.ordered_at if state.proven_at is not None else course.kernel_from,
         cancelled=state.cancelled or course.cancelled,
         power=course.power and not state.power,
@@ -97,10 +102,11 @@ def treated(course: Course, state: RepairState, end: Finish, now: datetime) -> C
 
 
 def next_treatment(course: Course, left: timedelta) -> Treatment:
-    """Return what comes next, with so much time left until the whole has to be over."""
+    """Return the next step, given the time left until the whole treatment has to end."""
     end = course.ended
     if end is not None and not course.acted:
-        # It was not allowed, or the node was in use: nothing else is tried behind the back of whoever was in the way.
+        # The treatment was not allowed, or the node was in use: do not bypass that by another
+        # strategy.
         return _finish(course, end.outcome, end.reason)
     if course.health is None:
         if course.cancelled:
@@ -135,7 +141,7 @@ def _unhealthy(course: Course, health: Health, left: timedelta) -> Treatment:
         return _finish(course, "refused", f"{_late(course)}: {said}")
     sick = [finding for finding in health.findings if _is_sick(finding)]
     if not course.tried and sick and all(finding.cause is Cause.GPU_RESET for finding in sick):
-        # A fault that names no GPU (an NVSwitch's, say) is healed by a reset of all.
+        # A fault that names no GPU (for example of an NVSwitch) is cured by a reset of all GPUs.
         named = all(finding.gpu is not None for finding in sick)
         return Treat(Strategy.RESET_GPU, health.gpus if named else (), said)
     return Treat(Strategy.REBOOT_NODE, (), said)

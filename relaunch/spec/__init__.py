@@ -1,1 +1,1 @@
-"""What users write: jobs, fleets, policies and their presets."""
+"""The files that users write (jobs, fleets, policies) and the policy presets."""

@@ -1,4 +1,6 @@
-"""ModelArts' annotations of a job file, as changes to a policy. What each recovery means is the preset `modelarts`.
+"""Translate ModelArts' annotations of a job file into changes to a policy.
+
+The preset `modelarts` defines what each recovery does.
 
 Source: support.huaweicloud.com, ModelArts, "Fault recovery of training jobs", 2026-02-06.
 """
@@ -18,19 +20,20 @@ POD_RETRIES = f"{PREFIX}pod-retry-num"
 KNOWN = (JOB_RETRIES, UNCONDITIONAL, HANG_RETRY, POD_RETRIES)
 
 MOST_RETRIES = 128
-"""ModelArts takes 1 to 128."""
+"""ModelArts accepts 1 to 128."""
 
 FAIL = (Rung(strategy=Strategy.FAIL),)
 
 
 def annotated(policy: Policy, annotations: Mapping[str, str]) -> Policy:
-    """Return the policy that a job file's annotations make of the one it names.
+    """Return the job's policy with the annotations of its job file applied.
 
-    `job-retry-num` is `max_restarts` under every policy. The others switch recoveries of the preset `modelarts` on; what is not
-    switched on fails the job, as it does there. Annotations of others are none of ours.
+    `job-retry-num` sets `max_restarts` under every policy. The others enable recoveries of the
+    preset `modelarts`; a fault whose recovery is not enabled fails the job, as in ModelArts.
+    Annotations with another prefix are ignored.
 
     Raises:
-        ValueError: an annotation that cannot be read, or one that this policy has no meaning for.
+        ValueError: An annotation is malformed, or has no meaning under this policy.
     """
     ours = {key: value for key, value in annotations.items() if key.startswith(PREFIX)}
     if not ours:

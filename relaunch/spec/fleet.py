@@ -1,6 +1,6 @@
-"""The fleet file, as validated values.
+"""The fleet file as validated values.
 
-Reading the file (YAML, lines, paths) is the command line's.
+The command line reads the file (YAML, lines, paths).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relaunch.spec.job import EcsTask, SecretReference
 
 
 def _share(value: int | str) -> int | str:
-    """A number of nodes, or a share of them such as 25%."""
+    """Validate a number of nodes, or a share of them such as 25%."""
     if isinstance(value, int):
         if value < 1:
             raise ValueError(f"{value} is not a limit: 1 or more nodes, or a share of them such as 25%")
@@ -43,7 +43,11 @@ JUMP_PATTERN = re.compile(
 
 
 def parse_jumps(value: str) -> tuple[tuple[str | None, str, int | None], ...]:
-    """User, host and port of each host of a ProxyJump, in the order in which they are gone through."""
+    """Return user, host and port of each host of a ProxyJump, in connection order.
+
+    Raises:
+        ValueError: The value is not a list of such hosts.
+    """
     if value.lower() == "none":
         return ()
     found = []
@@ -68,10 +72,13 @@ class Power(Strict):
 class FleetNode(Strict):
     name: Name
     address: Annotated[str, AfterValidator(_address)]
-    """Where its controller reaches it: of `ssh`, what one would type after that word, also a Host of the SSH configuration; of `ecs`, the
-    id of its EC2 instance."""
+    """Where its controller reaches it.
+
+    For `ssh`: what one would type after `ssh`, which may be a Host of the SSH configuration. For
+    `ecs`: the id of its EC2 instance.
+    """
     network: Annotated[str, AfterValidator(_address)] | None = None
-    """Its address on the network that ranks talk over, where that is another."""
+    """Its address on the network that ranks use among each other, where that is a different one."""
     user: Annotated[str, AfterValidator(_user)] | None = None
     port: int | None = Field(default=None, ge=1, le=65535)
     gpus: int = Field(default=0, ge=0)
@@ -80,47 +87,65 @@ class FleetNode(Strict):
 
     @property
     def login(self) -> str:
-        """Where and as whom its agent is reached, for people: `train@10.0.0.7:2222`."""
+        """The user, address and port of its agent, as text for people: `train@10.0.0.7:2222`."""
         login = f"{self.user}@{self.address}" if self.user else self.address
         return f"{login}:{self.port}" if self.port else login
 
 
 class FleetLimits(Strict):
-    """What keeps one mistake from taking a whole fleet down. A share is of the fleet's nodes, rounded down, and at least one."""
+    """Limits that keep one mistake from taking a whole fleet down.
+
+    A share is of the fleet's nodes, rounded down, and at least one node.
+    """
 
     repairs_at_once: Annotated[int | str, AfterValidator(_share)] = 2
     nodes_out: Annotated[int | str, AfterValidator(_share)] = "25%"
-    """Suspect, in repair or quarantined by relaunch itself; one more opens the breaker. What a person quarantined does not count."""
+    """Maximum number of nodes suspect, in repair or quarantined by relaunch.
+
+    One more opens the breaker. Nodes that a person quarantined do not count.
+    """
     reboots_per_hour: int = Field(default=10, ge=1)
-    """One more opens the breaker."""
+    """Maximum number of reboots per hour; one more opens the breaker."""
     replacement_wait: Duration = timedelta(minutes=10)
-    """How long two jobs that each hold nodes and wait for more may stand in each other's way, before one gives way."""
+    """How long two jobs that each hold nodes and wait for more may block each other.
+
+    After that, one gives way.
+    """
     drain_within: Duration = timedelta(hours=2)
-    """How long a job may stay on a node that has to be examined because of another one that was there: longer than most take from one
-    checkpoint to the next, and than most evaluations."""
+    """How long a job may stay on a node to be examined because of another job that was there.
+
+    The default is longer than most jobs take from one checkpoint to the next, and than most
+    evaluations.
+    """
 
     def of(self, limit: Literal["repairs_at_once", "nodes_out"], nodes: int) -> int:
-        """The limit as a number of nodes, for a fleet of so many."""
+        """Return the limit as a number of nodes, for a fleet of `nodes` nodes."""
         value = self.repairs_at_once if limit == "repairs_at_once" else self.nodes_out
         return value if isinstance(value, int) else max(1, nodes * int(value.removesuffix("%")) // 100)
 
 
 class SshOptions(Strict):
-    """How nodes are logged in to. What is not said here is as ~/.ssh/config has it, and else as OpenSSH does it."""
+    """How to log in to the nodes.
+
+    Options not given here come from ~/.ssh/config, or else are OpenSSH's defaults.
+    """
 
     user: Annotated[str, AfterValidator(_user)] | None = None
     port: int | None = Field(default=None, ge=1, le=65535)
     key: str | None = None
-    """A private key's file, and no other is tried then."""
+    """The file of a private key; if given, no other key is tried."""
     known_hosts: str | None = None
     config: str | None = None
-    """Read instead of ~/.ssh/config."""
+    """The file to read instead of ~/.ssh/config."""
     proxy_jump: Annotated[str, AfterValidator(_jumps)] | None = None
-    """Hosts to go through, in order, as OpenSSH's ProxyJump has them; none: directly, whatever ~/.ssh/config says."""
+    """Hosts to connect through, in order, as in OpenSSH's ProxyJump.
+
+    `none`: connect directly, regardless of ~/.ssh/config.
+    """
     python: str = "python3"
-    """Of the nodes. It becomes part of a command line there."""
+    """The Python interpreter on the nodes. It becomes part of a command line there."""
     sudo: bool = False
-    """Whether a node is rebooted and its GPUs are reset by `sudo -n`, where its user is not root."""
+    """Whether to reboot a node and reset its GPUs by `sudo -n`, where its user is not root."""
 
     @field_validator("python")
     @classmethod
@@ -131,7 +156,7 @@ class SshOptions(Strict):
 
 
 class EcsTables(Strict):
-    """DynamoDB tables that mirror what goes on, for dashboards: written, never read."""
+    """DynamoDB tables that mirror the state for dashboards: written, never read."""
 
     task: str | None = None
     job: str | None = None
@@ -139,26 +164,35 @@ class EcsTables(Strict):
 
 
 class EcsOptions(EcsTask):
-    """The cluster of a fleet whose nodes are container instances, and what relaunch may use of its account. What is None may be in the
-    worker's environment, by the names that the settings reference lists."""
+    """The cluster of a fleet of container instances, and the AWS resources relaunch may use.
+
+    An option that is None may be set in the worker's environment, by the name that the settings
+    reference lists.
+    """
 
     cluster: str | None = None
     """Name or ARN."""
     region: str | None = None
-    """None: as boto3 finds it."""
+    """The AWS region; None: as boto3 finds it."""
     node_task: str | None = None
     """Task definition that examines a node: the node image, with its output in CloudWatch Logs."""
     health_check: str | None = None
-    """Task definition of one's own that examines a node by exit code: 0 healthy, 1 faulty, anything else tells nothing."""
+    """The user's own task definition that examines a node by its exit code.
+
+    0: healthy, 1: faulty, any other: inconclusive.
+    """
     queue: str | None = None
-    """URL of the SQS queue that has the cluster's events."""
+    """URL of the SQS queue that receives the cluster's events."""
     topic: str | None = None
-    """ARN of the SNS topic that is told when a person is needed."""
+    """ARN of the SNS topic to notify when a person is needed."""
     tables: EcsTables = EcsTables()
     agent_key: SecretReference | None = None
-    """Where the worker reads the key of the agents inside ranks' containers: what task definitions have as secret RELAUNCH_AGENT_KEY."""
+    """Where the worker reads the key of the agents inside the ranks' containers.
+
+    Task definitions have it as the secret RELAUNCH_AGENT_KEY.
+    """
     poll: Duration = timedelta(seconds=10)
-    """Between two looks at the tasks of running jobs; events make it quicker."""
+    """Interval between two polls of the tasks of running jobs; events cause earlier ones."""
 
 
 class FleetSpec(Strict):
@@ -179,7 +213,7 @@ class FleetSpec(Strict):
             seen: dict[tuple[str, int | None], str] = {}
             for node in value:
                 text = getattr(node, field)
-                # Behind one address there may be several, each on a port of its own.
+                # Several nodes may share one address, each with a separate port.
                 key = (text, node.port if field == "address" else None)
                 if text is not None and key in seen:
                     raise ValueError(f"nodes {seen[key]} and {node.name} have the same {field} {text!r}: each node has its own")

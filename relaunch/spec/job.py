@@ -1,6 +1,6 @@
-"""The job file, as validated values.
+"""The job file as validated values.
 
-Reading the file (YAML, lines, paths) is the command line's; what a policy means is `policy`'s.
+The command line reads the file (YAML, lines, paths); `policy` interprets the policy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from relaunch.fields import Name, Strict, compile_pattern
 
-# The agent sets these itself, or they would let a job speak in the name of another.
+# The agent sets these itself, or they would let a job act in the name of another.
 RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
 
 
@@ -23,7 +23,7 @@ PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 
 
 MODULES = {"torchrun": "torch.distributed.run", "ft_launcher": "nvidia_resiliency_ext.fault_tolerance.launcher"}
-"""What the console script of that name runs (entry_points.txt of either wheel)."""
+"""The module that the console script of that name runs (entry_points.txt of each wheel)."""
 
 
 ALSO = ("torch.distributed.launch", "torch.distributed.elastic", "accelerate.commands.launch")
@@ -31,7 +31,10 @@ ALSO = ("torch.distributed.launch", "torch.distributed.elastic", "accelerate.com
 
 
 def starts_ranks_itself(command: Sequence[str]) -> str | None:
-    """Name the launcher that a command begins with, if it does: two of them, one within the other, are never meant."""
+    """Return the launcher with which a command begins; None: with none.
+
+    A launcher started by another launcher is never intended.
+    """
     first = PurePosixPath(command[0]).name
     if first in MODULES or first in ("accelerate", "deepspeed"):
         return first
@@ -50,7 +53,11 @@ class NodeRange(Strict):
 
 
 def parse_nodes(value: Any) -> Any:
-    """Read how many nodes a job takes: `4`, `{min: 3, max: 4}`, and `3:4` as flags have it."""
+    """Parse the number of nodes of a job: `4`, `{min: 3, max: 4}`, or `3:4` as in flags.
+
+    Raises:
+        ValueError: The value has another form, or min exceeds max.
+    """
     if isinstance(value, NodeRange) or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     written = value
@@ -71,8 +78,11 @@ def parse_nodes(value: Any) -> Any:
 
 class ProgressSpec(Strict):
     log_pattern: str | None = None
-    """A regular expression with a group named `step`, searched in every line a rank prints; a group named `checkpoint` tells the step of
-    a checkpoint that is finished, on a line with a step or on one of its own."""
+    """A regular expression with a group named `step`, searched in every line that a rank prints.
+
+    A group named `checkpoint` captures the step of a finished checkpoint, on the same line as a
+    step or on a separate one.
+    """
 
     @field_validator("log_pattern")
     @classmethod
@@ -80,7 +90,7 @@ class ProgressSpec(Strict):
         if value is None:
             return None
         compile_pattern(value)
-        # The agent, which has Python's own engine only, gives up a pattern that takes it long.
+        # The agent, which has only Python's own engine, gives up a pattern that takes too long.
         if "step" not in re.compile(value).groupindex:
             raise ValueError(f"{value!r} has no group named step: write it like 'step (?P<step>\\d+)'")
         return value
@@ -104,12 +114,15 @@ class SecretReference(Strict):
 
 
 class EcsTask(Strict):
-    """What a fleet of Amazon ECS runs as one rank: RunTask lays the job's command, environment and GPUs over it."""
+    """The task that a fleet of Amazon ECS runs as one rank.
+
+    RunTask overrides its command, environment and GPUs with the job's.
+    """
 
     task_definition: Annotated[str, Field(min_length=1)] | None = None
-    """Family, family:revision, or ARN; None: the fleet file's."""
+    """Family, family:revision, or ARN; None: that of the fleet file."""
     container: Annotated[str, Field(min_length=1)] | None = None
-    """Which of its containers trains; None: the only essential one."""
+    """The name of its container that trains; None: the only essential one."""
 
 
 class Metadata(Strict):
@@ -125,7 +138,10 @@ class JobSpec(Strict):
     nproc_per_node: int = Field(default=1, ge=1, le=1024)
     gpus_per_node: int = Field(default=0, ge=0)
     launcher: Literal["none", "torchrun", "ft_launcher"] = "none"
-    """What starts the ranks of a node: relaunch itself, or one process a node that does, its own restarts turned off."""
+    """What starts the ranks of a node: relaunch itself, or one launcher process per node.
+
+    The launcher's own restarts are turned off.
+    """
     gang: Literal["lockstep", "independent"] = "lockstep"
     """lockstep: no rank advances without all others (the usual data or model parallel job)."""
     fleet: Name = "default"
@@ -135,10 +151,10 @@ class JobSpec(Strict):
     progress: ProgressSpec = ProgressSpec()
     checkpoint: CheckpointSpec | None = None
     policy: str | dict[str, Any] = "default"
-    """A preset's name, a file, or a mapping; whoever submits resolves it."""
+    """A preset's name, a file, or a mapping; the submitting client resolves it."""
     priority: int = 0
     ecs: EcsTask | None = None
-    """Only for fleets of Amazon ECS, and only where it differs from what the fleet file says."""
+    """Only for fleets of Amazon ECS, and only where it differs from the fleet file."""
     metadata: Metadata = Metadata()
 
     @field_validator("command", mode="before")
@@ -163,7 +179,7 @@ class JobSpec(Strict):
     @field_validator("env", mode="before")
     @classmethod
     def _plain_values(cls, value: Any) -> Any:
-        # YAML turns `DEBUG: 1` into a number and everybody means the string.
+        # YAML turns `DEBUG: 1` into a number, but users mean the string.
         if isinstance(value, dict):
             return {key: str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for key, item in value.items()}
         return value
@@ -185,12 +201,12 @@ class JobSpec(Strict):
 
     @property
     def node_count(self) -> int:
-        """At most. How many a generation has, its slots say."""
+        """The maximum number of nodes; the slots of a generation give its actual number."""
         return self.nodes if isinstance(self.nodes, int) else self.nodes.max
 
     @property
     def fewest_nodes(self) -> int:
-        """With which it still runs."""
+        """The minimum number of nodes with which the job runs."""
         return self.nodes if isinstance(self.nodes, int) else self.nodes.min
 
     @property
@@ -210,17 +226,20 @@ class JobSpec(Strict):
 
     @property
     def processes_per_node(self) -> int:
-        """That relaunch starts itself, and whose exits it sees: where there is a launcher, that one."""
+        """The number of processes per node that relaunch starts itself and whose exits it sees.
+
+        Where there is a launcher, it is the only one.
+        """
         return self.nproc_per_node if self.launcher == "none" else 1
 
     @property
     def world_size(self) -> int:
-        """At most."""
+        """The maximum number of ranks."""
         return self.node_count * self.ranks_per_node
 
     @property
     def size(self) -> str:
-        """For people: `8 ranks on 4 nodes`, `4 to 8 ranks on 2 to 4 nodes`."""
+        """The size as text for people: `8 ranks on 4 nodes`, `4 to 8 ranks on 2 to 4 nodes`."""
         if not self.is_elastic:
             return f"{self.world_size} ranks on {self.node_count} nodes"
         fewest = self.fewest_nodes

@@ -1,6 +1,6 @@
-"""What a policy says: ladders, budgets, timeouts, and what in it cannot hold together.
+"""Policies as validated values: ladders, budgets, timeouts, and the checks for contradictions.
 
-Which rung is next is `ladder`'s and `decide`'s. Presets are the data files in `presets/`.
+`ladder` and `decide` choose the next rung. Presets are the data files in `presets/`.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from relaunch.fields import Duration, Strict, duration
 PRESETS = Path(__file__).with_name("presets")
 
 KEPT_TRIES = 200
-"""Of a job; the oldest are forgotten, long after their windows."""
+"""Maximum number of tries that a job keeps; the oldest are dropped, long after their windows."""
 MAX_BACKOFF = timedelta(hours=1)
-"""No delay grows beyond it: a job that sleeps for days looks like a job that is lost."""
+"""Maximum backoff: a job that sleeps for days looks like a job that is lost."""
 
 
 class Strategy(StrEnum):
     RESTART_IN_PLACE = "RESTART_IN_PLACE"
-    """The same nodes, all ranks anew."""
+    """Restart all ranks on the same nodes."""
     RESET_GPU = "RESET_GPU"
-    """The suspected GPUs are reset, then as above."""
+    """Reset the suspected GPUs, then restart as above."""
     REBOOT_NODE = "REBOOT_NODE"
-    """The suspected node is rebooted, then as above."""
+    """Reboot the suspected nodes, then restart as above."""
     REPLACE_NODE = "REPLACE_NODE"
-    """Another node takes the place of each suspect; the others stay."""
+    """Replace each suspected node by another; the others keep their places."""
     RESCHEDULE_JOB = "RESCHEDULE_JOB"
-    """All places are given anew."""
+    """Assign all places again."""
     SHRINK = "SHRINK"
-    """Without the suspects, with what is left: for jobs that may have fewer nodes."""
+    """Continue without the suspects on the remaining nodes, for jobs that may have fewer nodes."""
     GROW = "GROW"
-    """No rung: what a job does that may have more nodes when its fleet offers them."""
+    """Not a rung: restart with more nodes that the fleet offers, for jobs that may have more."""
     ASK = "ASK"
     FAIL = "FAIL"
 
     @property
     def ends(self) -> bool:
-        """It launches nothing."""
+        """Return whether the strategy launches nothing."""
         return self in (Strategy.ASK, Strategy.FAIL)
 
     @property
     def repairs(self) -> bool:
-        """It changes a node before it launches."""
+        """Return whether the strategy repairs a node before it launches."""
         return self in (Strategy.RESET_GPU, Strategy.REBOOT_NODE)
 
 
 def _listed(value: Any) -> Any:
-    """`when: HEALTHY` is how people write a list of one."""
+    """Turn a single string into a list of one, so that users may write `when: HEALTHY`."""
     return [value] if isinstance(value, str) else value
 
 
@@ -65,38 +65,45 @@ Key = Literal["job", "cause", "node", "gpu", "code"]
 
 
 class Rung(Strict):
-    """One way to recover, and how often it is tried before the next."""
+    """One way to recover, and how often it is tried before the next rung."""
 
     strategy: Strategy
     tries: int | None = Field(default=None, ge=1, le=100)
-    """None: always."""
+    """How many tries the rung has; None: no limit."""
     window: Duration | None = None
-    """Only tries within this time count; None: all since the budgets were renewed."""
+    """Count only tries within this time; None: all since the budgets were renewed."""
     key: Annotated[tuple[Key, ...], BeforeValidator(_listed)] = ("cause",)
-    """What an earlier try must have in common with this fault to count: `[node, gpu, code]` counts for each fault code of each GPU
-    by itself, `[job]` counts them all."""
+    """What an earlier try must have in common with this fault to count.
+
+    `[node, gpu, code]` counts each fault code of each GPU separately, `[job]` counts all tries.
+    """
     consecutive: bool = False
-    """Count only the tries in a row, since whatever `reset_by` names."""
+    """Count only consecutive tries, since the last event that `reset_by` names."""
     reset_by: Annotated[tuple[Cause | Literal["PROGRESS"], ...], BeforeValidator(_listed)] = ()
-    """With `consecutive`: a fault of these causes, or training that passed the step it had reached, begins the row anew.
-    Empty: a fault of any other cause, and progress."""
+    """With `consecutive`: the causes whose faults reset the count, and PROGRESS for training that
+    passed the step it had reached. Empty: a fault of any other cause, and progress."""
     codes: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
-    """The rung is only for faults with one of these codes, such as `exit 1` or `Xid 94`; empty: for all. A fault that has a code of
-    its own still has the exit code of the rank that showed it."""
+    """The rung is only for faults with one of these codes, such as `Xid 94`; empty: for all.
+
+    A fault with another code also matches by the exit code of its rank, such as `exit 1`.
+    """
     when: Annotated[tuple[Verdict, ...], BeforeValidator(_listed)] = ()
-    """The rung is only for suspects with one of these verdicts: they are examined first. Empty: nobody is examined."""
+    """The rung applies only to suspects with one of these verdicts, so they are examined first.
+
+    Empty: no examination.
+    """
     isolate: bool = False
-    """The job does not use the suspects again."""
+    """Whether the job does not use the suspects again."""
     spends: bool = True
     """Whether a try is one of the job's `max_restarts`."""
     delay: Duration = timedelta(0)
-    """Before the launch."""
+    """How long to wait before the launch."""
     backoff: float = Field(default=1.0, ge=1.0, le=100.0)
-    """The delay of each further try is so many times the one before it, at most an hour."""
+    """Factor by which the delay grows with each further try, up to one hour."""
 
     @property
     def label(self) -> str:
-        """What tries are counted under, and what people read: `REPLACE_NODE when UNHEALTHY`."""
+        """The name under which tries are counted and shown: `REPLACE_NODE when UNHEALTHY`."""
         text = self.strategy.value
         if self.when:
             text += " when " + " or ".join(self.when)
@@ -108,7 +115,8 @@ class Rung(Strict):
         """Return how long to wait before the try that follows `used` others."""
         if not self.delay:
             return self.delay
-        # Beyond 64 doublings every delay has long reached the cap, and a float has not overflowed yet.
+        # The exponent is capped at 64, where the float does not overflow: doubled 64 times, every
+        # delay has long reached the maximum.
         seconds = self.delay.total_seconds() * self.backoff ** min(used, 64)
         return max(self.delay, min(timedelta(seconds=min(seconds, MAX_BACKOFF.total_seconds())), MAX_BACKOFF))
 
@@ -156,42 +164,66 @@ class Timeouts(Strict):
     stop_grace: Duration = timedelta(seconds=15)
     exit_barrier: Duration = timedelta(seconds=300)
     reboot: Duration = timedelta(minutes=25)
-    """How long a repair may take; then the ladder is climbed on."""
+    """How long a repair may take; after that the next rung is tried."""
     examination: Duration = timedelta(minutes=30)
-    """How long the suspects' examination may take; then its verdict is UNKNOWN. DCGM's level 3 takes up to half an hour."""
+    """How long the examination of the suspects may take; after that the verdict is UNKNOWN.
+
+    DCGM's level 3 takes up to half an hour.
+    """
     collective: Duration | None = None
-    """After which the job's own collectives give up (`init_process_group(timeout=…)`); relaunch cannot see it. Only checked."""
+    """The timeout of the job's own collectives (`init_process_group(timeout=…)`).
+
+    relaunch cannot see it, and uses this value only to check the other timeouts.
+    """
     ask_after: Duration = timedelta(hours=1)
-    """How long a lost node is waited for, where only waiting is safe, before a person is asked."""
+    """How long to wait for a lost node, where only waiting is safe, before a person is asked."""
     answer_within: Duration = timedelta(hours=24)
-    """How long nodes or a person's answer are waited for; then the job asks, or fails."""
+    """How long to wait for nodes or for an answer.
+
+    Then a person is asked, or the job fails, respectively.
+    """
 
     @property
     def valid_for(self) -> timedelta:
-        """How long a node that prepared accepts the order to start: the slowest other node may still be stopping old ranks."""
+        """How long a prepared node accepts the start order.
+
+        The slowest other node may still be stopping old ranks.
+        """
         return self.lease + 2 * self.stop_grace
 
 
 class Policy(Strict):
     extends: str = "default"
-    """The preset whose keys these stand over."""
+    """The preset that these keys override."""
     max_restarts: int = Field(default=8, ge=0)
     renewal: Literal["progress", "never"] = "progress"
-    """What gives the job its restarts and unwindowed tries back: training that passes the step it had reached, or nothing."""
+    """What renews the job's restarts and its tries without a window.
+
+    progress: training that passes the step it had reached. never: nothing.
+    """
     no_progress_stop: Annotated[int, Field(ge=1)] | Literal["off"] = 3
     no_progress_ask: Annotated[int, Field(ge=1, le=KEPT_TRIES)] | Literal["off"] = "off"
-    """Launches in a row, for whatever cause and at whose cost, without training having passed the step it had reached: then a person is
-    asked. Keyed budgets end for each GPU by itself; a fault that wanders over a thousand of them would never be stopped by those."""
+    """How many consecutive launches without progress, of any cause, until a person is asked.
+
+    Keyed budgets are counted for each GPU separately, so they would never stop a fault that moves
+    over a thousand GPUs.
+    """
     healthy_for: Duration = timedelta(hours=1)
-    """Where no progress is reported, this long without a fault counts as progress."""
+    """How long without a fault counts as progress where no progress is reported."""
     grow_after: Duration | Literal["off"] = timedelta(minutes=30)
-    """How long a generation has to have run without an incident before more nodes are worth a restart, for jobs that may have more."""
+    """How long a generation must run without an incident before it is restarted to use more nodes.
+
+    Only for jobs that may have more.
+    """
     causes: dict[Cause, tuple[Rung, ...]]
     catalog: CatalogOverrides = NO_OVERRIDES
-    """Rows laid over what relaunch knows about fault codes and log lines."""
+    """Rows that override relaunch's catalog of fault codes and log lines."""
     dcgm_level: int = Field(default=2, ge=0, le=3)
-    """`dcgmi diag -r N` of an examination of a node with GPUs: 1 looks at the software (10 s), 2 also at memory and PCIe (2 min), 3 also
-    at the GPU under load (up to 30 min). 0: without, and what NVML says is enough to call a node healthy."""
+    """The level N of `dcgmi diag -r N` in the examination of a node with GPUs.
+
+    1 checks the software (10 s), 2 also memory and PCIe (2 min), 3 also the GPU under load (up to
+    30 min). 0: dcgmi is not run, and the NVML reading is enough to call a node healthy.
+    """
     hang: HangLimits = HangLimits()
     timeouts: Timeouts = Timeouts()
     strict_lease: bool = False
@@ -199,7 +231,7 @@ class Policy(Strict):
     @model_validator(mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
-        # YAML 1.1 reads a bare `off` as false, and everybody writes it bare.
+        # YAML 1.1 reads an unquoted `off` as false, and users write it unquoted.
         if isinstance(value, dict):
             for key in ("no_progress_stop", "no_progress_ask", "grow_after"):
                 if value.get(key) is False:
@@ -231,12 +263,13 @@ class Policy(Strict):
 
 
 def impossible_ladder(ladder: tuple[Rung, ...]) -> list[str]:
-    """What in a ladder can never happen, each as a sentence that says what to change."""
+    """Return what in a ladder can never happen, each as a sentence that says what to change."""
     if not ladder:
         return ["it has no rungs: at least one, such as {strategy: FAIL}"]
     sentences = []
     for above, rung in enumerate(ladder[:-1], start=1):
-        # Nobody suspected, the repair fails, or the job may not have fewer nodes.
+        # These rungs are skipped where there is no suspect, the repair fails, or the job may not
+        # have fewer nodes.
         may_pass_by = rung.strategy.repairs or rung.strategy in (Strategy.REPLACE_NODE, Strategy.SHRINK)
         if rung.tries is None and not rung.when and not rung.codes and not may_pass_by:
             what = "ends the ladder" if rung.strategy.ends else "has no tries"
@@ -251,7 +284,7 @@ def impossible_ladder(ladder: tuple[Rung, ...]) -> list[str]:
 
 
 def impossible_timeouts(timeouts: Timeouts, hang: HangLimits) -> list[str]:
-    """Relations between timeouts that cannot hold, each as a sentence that says what to change."""
+    """Return the contradictions between timeouts, each as a sentence that says what to change."""
     sentences = []
     if timeouts.heartbeat <= timedelta(0):
         sentences.append("timeouts.heartbeat is 0s: it must be more")
@@ -308,7 +341,7 @@ def preset(name: str) -> Policy:
     """Return a preset.
 
     Raises:
-        ValueError: there is no preset of that name.
+        ValueError: There is no preset of that name.
     """
     if name not in preset_names():
         raise ValueError(f"policy {name!r} is no preset: one of {', '.join(preset_names())}")
@@ -316,9 +349,10 @@ def preset(name: str) -> Policy:
 
 
 def resolve(source: dict[str, Any]) -> Policy:
-    """Return the policy of a mapping as a user writes it: `extends` a preset (by default `default`), keys laid over it.
+    """Return the policy of a mapping as a user writes it.
 
-    A cause's ladder is replaced as a whole, the other mappings key by key.
+    Its keys override those of the preset that `extends` names (by default `default`). Mappings are
+    merged key by key; under `causes`, each cause's ladder is replaced as a whole.
     """
     extends = source.get("extends", "default")
     if not isinstance(extends, str) or extends not in preset_names():

@@ -1,6 +1,8 @@
-"""What a fleet asks and orders: one function per activity, with its timeouts, its retries and what the web UI calls it.
+"""Questions and orders of a fleet: one function per activity, with its timeouts, its retry policy
+and its summary in the web UI.
 
-Each answers None when it was cancelled or its time is over: whoever still wants to know then asks anew.
+Each returns None if it was cancelled or timed out; the fleet asks again if it still needs the
+answer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
 
 ASK_WITHIN = timedelta(minutes=2)
-"""For looks and questions to the server, retries included; then it is asked anew, with what is wanted by then."""
+"""For probes and questions to the server, retries included; after that the fleet asks again with
+what it needs by then."""
 READ_WITHIN = timedelta(seconds=10)
 RECLAIM_WITHIN = timedelta(minutes=10)
 """For one order to stop ranks; it ends by itself after half of that."""
@@ -33,7 +36,8 @@ REMEMBER_WITHIN = timedelta(seconds=15)
 REPAIR_WITHIN = timedelta(hours=2)
 """Until a repair that the fleet has ordered gives up."""
 START_AGAIN = (1, 2, 4, 8, 16, 32)
-"""Seconds. A repair that has told its end takes a moment to end; one that is still there after a minute is another one."""
+"""Seconds. A repair that has reported its end takes a moment to end; one that is still there after
+a minute is another one."""
 
 Answer = TypeVar("Answer")
 
@@ -121,7 +125,8 @@ async def reclaim(fleet: str, order: Reclaim) -> tuple[str, ...] | None:
 
 
 async def start_repair(fleet: str, order: StartRepair, is_awaited: Callable[[], bool]) -> None:
-    """Begin a repair, and leave it alone: it tells its end itself, to whichever run of the fleet there is then."""
+    """Start a repair without waiting for its end: it reports to whichever run of the fleet exists
+    then."""
     for again in START_AGAIN:
         if await _started(fleet, order):
             return
@@ -156,7 +161,8 @@ async def _started(fleet: str, order: StartRepair) -> bool:
 
 
 def _pass_over(repair: asyncio.Future[Any]) -> None:
-    """Look at how a repair ended, so that nobody complains that nobody did."""
+    """Retrieve the result of an ended repair, so that asyncio logs no exception as never
+    retrieved."""
     if not repair.cancelled():
         repair.exception()
 
@@ -165,7 +171,7 @@ async def _answer(asked: Awaitable[Answer]) -> Answer | None:
     try:
         return await asked
     except ActivityError as error:
-        # Only time can end them: they are tried again after whatever else goes wrong.
+        # Only a timeout or a cancel can end them: they are retried after any other failure.
         if is_cancelled_exception(error) or error.retry_state is RetryState.TIMEOUT:
             workflow.logger.info("without an answer: %s", error.cause or error)
             return None

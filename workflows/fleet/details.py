@@ -1,4 +1,5 @@
-"""The page of a fleet, for whoever is called at 3 a.m.: what stands still, which nodes are out and why, who waits for what. Markdown."""
+"""The page of a fleet in Markdown, for the person on call: what is stopped, which nodes are out and
+why, which jobs wait for what."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.workflows.search_attributes import DETAILS_LIMIT
 
 MOST_SHOWN = 16
-"""Of each list; the query `state` has all. Together they stay within what the server takes."""
+"""Items shown of each list; the query `state` returns all. Together they stay within the server's
+limit."""
 LONGEST = 240
-"""Letters of a reason."""
+"""Characters of a reason."""
 HOW_TO_RESUME = '`relaunch nodes resume --reason …`, or the signal `resume` `{"reason": "…", "by": "you"}` from this page'
 
 
 def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_next: str) -> str:
-    """Write the page.
+    """Return the page.
 
     Args:
         state: All that the fleet knows.
-        now: By the workflow's clock.
-        doing: What is under way, a clause each.
-        what_next: As the query `next` says it.
+        now: Time by the workflow's clock.
+        doing: What is under way, one clause each.
+        what_next: The answer of the query `next`.
     """
     out = [node for node in state.nodes if node.standing is not NodeStatus.IN_SERVICE]
     odd = [node for node in state.nodes if node.standing is NodeStatus.IN_SERVICE and _odd(node)]
@@ -116,7 +118,7 @@ def _gpus(node: NodeRecord) -> str:
         return ""
     if node.inventory.unreadable:
         return f"GPUs unreadable, and given unseen: {_cut(node.inventory.unreadable)}"
-    # A suspect has it as its reason.
+    # For a suspect this is already shown as its reason.
     lacks = node.short if node.standing is NodeStatus.IN_SERVICE else ""
     return "; ".join(_cut(part) for part in (lacks, used_by(node.foreign_processes)) if part)
 
@@ -154,7 +156,7 @@ def _using_line(record: ClaimRecord) -> str:
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
-    # Lists, not tables: the web UI sets the cells of a table without any space between them.
+    # Lists, not tables: the web UI renders the cells of a table without space between them.
     if not lines:
         return []
     more = [f"- and {len(lines) - MOST_SHOWN} more: the query `state` has them"] if len(lines) > MOST_SHOWN else []

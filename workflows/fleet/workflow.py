@@ -1,6 +1,8 @@
-"""One fleet of nodes, durably: takes facts from its inbox, has the scheduler settle who gets what and what is repaired, carries out.
+"""Workflow of one fleet of nodes: takes facts from its inbox, has the scheduler settle grants and
+repairs, and carries out its orders.
 
-It asks nodes and the server what is, and never trusts what it remembers of them alone: one that was terminated begins anew.
+It asks the nodes and the server for the current state and never trusts only what it remembers: a
+fleet that was terminated starts over.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.fleet.details import fleet_details
 
 CHECK_WHILE_WAITED_FOR = timedelta(seconds=10)
-"""How often the fleet file is read, and the server asked which jobs have ended without saying so, while a job waits: perhaps for the
-nodes of one that was terminated. With every sweep otherwise, and when it has waited for so long that this is not what it waits for:"""
+"""How often the fleet file is read, and the server is asked which jobs have ended without giving
+back their nodes, while a job waits: it may wait for nodes of a terminated job. Otherwise, and once
+a job has waited longer than `HURRY_FOR`, that happens with every sweep."""
 HURRY_FOR = timedelta(minutes=10)
 SHORTEST_WAIT = timedelta(milliseconds=100)
-"""So that a time which has just passed makes no loop without end."""
+"""So that a time that has just passed causes no busy loop."""
 LOOK, CHECK, FIND, REMEMBER = "look", "check", "find", "remember"
 
 
@@ -57,19 +60,21 @@ class Fleet:
         self._state = start.resume or FleetState(name=start.name)
         self._inbox: list[Fact] = list(start.inbox)
         self._early: list[Fact] = []
-        """What was said before the fleet file was read: of nodes that are not known yet nothing can be learned."""
+        """Facts that arrived before the fleet file was read: they may be about nodes that are not
+        known yet."""
         self._checked_at = start.checked_at
         self._check_asked = False
         self._settled: tuple[FleetState, frozenset[str]] | None = None
-        """What there was when it was last settled, and what was under way by then: as long as both hold, only time brings something new."""
+        """The state after the last settling, and what was under way then: while both are unchanged,
+        only time brings news."""
         self._wake: datetime | None = None
         self._file: Applied | None = None
-        """As it was read last."""
+        """As last read."""
         self._file_wrong = ""
         self._asking: dict[str, asyncio.Task[None]] = {}
-        """Questions and orders that the next run can give anew, by key."""
+        """Questions and orders that the next run can repeat, by key."""
         self._telling: dict[str, asyncio.Task[None]] = {}
-        """Signals and repairs on their way, by receiver: nobody would send them a second time."""
+        """Signals and repairs being sent, by receiver: they would not be sent a second time."""
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
 
     @workflow.run
@@ -84,7 +89,7 @@ class Fleet:
                 self._checked_at, self._check_asked = workflow.now(), False
                 self._ask(CHECK, self._check)
             if self._is_news():
-                if self._state.applied:  # before, a job would be told that there are no nodes
+                if self._state.applied:  # before that, a job would get the answer that there are no nodes
                     self._settle()
                     self._wake = next_wake(self._state, workflow.now())
                 self._settled = (self._state, frozenset(self._asking))
@@ -105,14 +110,18 @@ class Fleet:
                 self._inbox[:0], self._early = self._early, []
 
     def _is_news(self) -> bool:
-        """A fleet of thousands takes tens of milliseconds to settle, and each message that was delivered wakes it too."""
+        """Return whether there is anything to settle.
+
+        Settling a fleet of thousands of nodes takes tens of milliseconds, and each delivered
+        message wakes it too.
+        """
         if self._settled is None or (self._wake is not None and workflow.now() >= self._wake):
             return True
         state, asking = self._settled
         return state is not self._state or asking != frozenset(self._asking)
 
     async def _news(self) -> None:
-        """Wait until somebody says something, something under way has ended, or it is time."""
+        """Wait until a message arrives, a task under way has ended, or it is time."""
 
         def news() -> bool:
             return bool(self._inbox) or (self._check_asked and CHECK not in self._asking) or any(task.done() for task in self._under_way())
@@ -150,7 +159,7 @@ class Fleet:
             case StartRepair():
                 self._telling[f"repair of {order.node}"] = asyncio.create_task(self._repair(order))
 
-    # --- what is asked and ordered
+    # --- questions and orders
 
     def _ask(self, key: str, question: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if key not in self._asking:
@@ -167,7 +176,8 @@ class Fleet:
             self._inbox.append(known)
 
     async def _check(self) -> None:
-        """Read the fleet file, and ask the server which jobs have ended without giving their nodes back."""
+        """Read the fleet file, and ask the server which jobs have ended without giving back their
+        nodes."""
         found = await commands.read_fleet(self._name)
         if found is not None and found.applied is not None:
             if found.applied != self._file:
@@ -176,12 +186,12 @@ class Fleet:
         elif found is not None:
             if found.wrong != self._file_wrong:
                 self._inbox.append(Rejected("fleet file", found.wrong))
-            if not self._state.applied:  # whoever asks is told that there are no nodes
+            if not self._state.applied:  # claims are then answered that there are no nodes
                 self._inbox.append(Applied("observe", (), FleetLimits()))
             self._file_wrong = found.wrong
         if self._state.restore_error and not is_restoring(self._state, workflow.now()):
-            await self._remember()  # a worker that was busy or away may be able to say it by now
-        if self._state.awaited:  # one that has ended meanwhile never says what it holds
+            await self._remember()  # a worker that was busy or away may be able to answer by now
+        if self._state.awaited:  # a job that has ended meanwhile never claims what it holds
             await self._find_jobs()
         claims = tuple(record.key for record in self._state.claims if not record.closed)
         if claims and (closed := await commands.closed_jobs(self._name, claims)):
@@ -198,15 +208,16 @@ class Fleet:
 
     async def _repair(self, order: StartRepair) -> None:
         def is_awaited() -> bool:
-            ordered = f"{REPAIR_ID_PREFIX}{self._name}/{order.node}"  # one that has begun has a run behind that
+            ordered = f"{REPAIR_ID_PREFIX}{self._name}/{order.node}"  # once begun, the run follows in it
             return any(node.name == order.node and node.repair == ordered for node in self._state.nodes)
 
         await commands.start_repair(self._name, order, is_awaited)
 
-    # --- what is told
+    # --- signals to other workflows
 
     def _tell(self, receiver: str, signal: str, message: Any) -> None:
-        """Send a signal, after those that are on their way to the same receiver: a grant must not be overtaken by what it replaces."""
+        """Send a signal after those on their way to the same receiver: a grant must not be
+        overtaken by the one that it replaces."""
         self._outbox.setdefault(receiver, []).append((signal, message))
         if receiver not in self._telling:
             self._telling[receiver] = asyncio.create_task(self._deliver(receiver))
@@ -217,12 +228,12 @@ class Fleet:
             signal, message = self._outbox[receiver].pop(0)
             try:
                 await handle.signal(signal, message)
-            except ApplicationError as error:  # it has ended; if it held nodes, that is soon known
+            except ApplicationError as error:  # the receiver has ended; if it held nodes, the check finds that out
                 workflow.logger.info("%s could not be told %s: %s", receiver, signal, error)
                 self._check_asked = self._check_asked or receiver.startswith(WORKFLOW_ID_PREFIX)
         del self._outbox[receiver], self._telling[receiver]
 
-    # --- ends of what is under way
+    # --- tasks under way
 
     def _under_way(self) -> list[asyncio.Task[None]]:
         return [*self._asking.values(), *self._telling.values()]
@@ -230,13 +241,15 @@ class Fleet:
     def _forget_ended(self) -> None:
         for task in self._under_way():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                # A mistake in this program. It fails the task, not the workflow: the server shows it, and tries again until it is mended.
+                # A bug. It fails the workflow task, not the workflow: the server shows it and
+                # retries until it is fixed.
                 raise RuntimeError(f"nobody expected this: {error}") from error
         self._asking = {key: task for key, task in self._asking.items() if not task.done()}
         self._telling = {key: task for key, task in self._telling.items() if not task.done()}
 
     async def _continue_as_new(self) -> None:
-        """Leave nothing half-way: what was to be told has been told, what was asked is asked anew by the next run."""
+        """Continue as new with nothing half-done: pending signals are delivered first, and the next
+        run repeats the questions."""
         for task in self._asking.values():
             task.cancel()
         await workflow.wait_condition(lambda: all(task.done() for task in self._under_way()) and workflow.all_handlers_finished())
@@ -244,7 +257,7 @@ class Fleet:
         checked_at = None if self._check_asked else self._checked_at
         workflow.continue_as_new(FleetInput(self._name, self._state, tuple(self._inbox), checked_at))
 
-    # --- when
+    # --- timing
 
     def _check_due(self) -> datetime:
         if CHECK in self._asking:
@@ -264,7 +277,7 @@ class Fleet:
         }
         return [words.get(key, key) for key in self._asking]
 
-    # --- what programs and people send: anything at all may arrive, nothing raises
+    # --- signals from programs and people: any message may arrive, and none raises
 
     @workflow.signal(description="A job says all that it wants and all that it holds. Nobody else sends it.")
     def claim(self, message: Any = None, *_more: Any) -> None:

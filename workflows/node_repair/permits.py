@@ -1,7 +1,9 @@
-"""What a repair and its fleet tell each other: that it began, that it ended, and whether it may act on its node now.
+"""Messages between a repair and its fleet: that it began, that it ended, and whether it may act on
+its node now.
 
-The wait is here and not in `relaunch.repair.machine`: it is between two workflows, whoever may repeat, lose or invent its messages. That
-machine hears only what it comes to: the order is refused, or the node has to be looked at again before it is given.
+The wait for a permit is here and not in `relaunch.repair.machine`: it is between two workflows, and
+either may repeat, lose or make up messages. The state machine gets only the result: the order is
+refused, or the node has to be probed again before the order is given.
 """
 
 from __future__ import annotations
@@ -25,21 +27,24 @@ with workflow.unsafe.imports_passed_through():
 
 PERMIT = TypeAdapter(Permit)
 TELL_WITHIN = timedelta(seconds=30)
-"""For a fleet to take what it is told. A repair ends without it; it only never acts without it."""
+"""For a fleet to accept a message. A repair ends without it, but never acts without a permit."""
 LAST_WORD = timedelta(seconds=10)
-"""Of those, for how a repair ended: a job that waits for it waits 15 s longer than the repair itself may take."""
+"""As `TELL_WITHIN`, for the end of a repair: a job waits for it 15 s longer than the repair itself
+may take."""
 ONE_TRY = timedelta(seconds=10)
-"""Of those; the server answers in milliseconds."""
+"""Timeout of one attempt; the server answers in milliseconds."""
 ASK_AGAIN = timedelta(minutes=5)
-"""A fleet that was terminated and began anew knows nothing of what it was asked."""
+"""How often a request is repeated: a fleet that was terminated and restarted does not know it."""
 SOON = timedelta(seconds=5)
-"""A leave that came later may be about a node that somebody has begun to use: it is looked at again."""
+"""A permit that comes later than this is not used at once: a job may have begun to use the node, so
+it is probed again."""
 LASTS = timedelta(minutes=1)
-"""A leave, while the node is looked at again. One that is older may have been overtaken by the fleet's breaker."""
+"""How long such a permit stays valid while the node is probed again. An older one may be out of
+date because the fleet's breaker has opened."""
 
 
 class Permits:
-    """The line of one repair to its fleet."""
+    """Sends the messages of one repair to its fleet, and takes the answers."""
 
     def __init__(self, fleet: str, node: str) -> None:
         self._fleet = fleet
@@ -47,9 +52,9 @@ class Permits:
         self._seq = 0
         self._answer: Permit | None = None
         self._lasts: tuple[str, datetime] | None = None
-        """What a leave was for that came late, and until when it lasts."""
+        """The step that a late permit is for, and until when it is valid."""
         self.waits = ""
-        """For what leave it waits; empty: for none."""
+        """The permit that the repair waits for; empty if none."""
 
     async def tell(
         self,
@@ -70,7 +75,7 @@ class Permits:
             workflow.logger.warning("fleet %s could not be told %s: %s", self._fleet, signal, error.cause or error)
 
     def hear(self, message: Any) -> None:
-        """Take an answer; whatever answers nothing that is asked now is ignored."""
+        """Take an answer; ignore one that does not belong to the open request."""
         try:
             permit = PERMIT.validate_python(message)
         except ValidationError:
@@ -91,21 +96,21 @@ class Permits:
         restarts: int = 0,
         job: str = "",
     ) -> Permitted | Slept | None:
-        """Ask for leave to do one thing, and wait for the answer.
+        """Ask for permission for one step, and wait for the answer.
 
         Args:
-            step: What it is to the fleet's limits.
-            what: In words.
-            reason: Why.
-            until: When no answer is one.
-            heard: Whether somebody has said something meanwhile.
+            step: The kind that the fleet's limits apply to.
+            what: The step in words.
+            reason: Why it is needed.
+            until: When a missing answer counts as a refusal.
+            heard: Returns whether another message has arrived meanwhile.
             show: Called when the wait begins.
-            power: The reboot is a power cycle.
-            restarts: What is known of reboots of this node lately.
-            job: Which ordered the repair and waits for it.
+            power: Whether the reboot is a power cycle.
+            restarts: Known recent reboots of this node.
+            job: The job that ordered the repair and waits for it.
 
         Returns:
-            None: it may be ordered now. Slept: something was heard that comes first.
+            None: the order may be given now. Slept: another message has arrived and comes first.
         """
         asked_at = workflow.now()
         (left_for, lasts_until), self._lasts = self._lasts or ("", asked_at), None
@@ -144,7 +149,10 @@ class Permits:
         return Permitted(True, self._answer.reason)
 
     async def why_not(self, reason: str, heard: Callable[[], bool], show: Callable[[], None], job: str) -> str:
-        """Ask what speaks against a repair that will not be; empty: nothing does, or nobody says so in time."""
+        """Ask the fleet what speaks against a repair that is already refused.
+
+        Returns an empty string if nothing does, or if no answer comes in time.
+        """
         until = workflow.now() + TELL_WITHIN
         await self.ask("reset", "know who else has the node", reason, until, heard, show, job=job)
         return self._answer.reason if self._answer is not None and not self._answer.allowed else ""

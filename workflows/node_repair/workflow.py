@@ -1,8 +1,11 @@
-"""One repair of one node, durably: carries out the steps that `relaunch.repair.machine` chooses, and tells whoever waits how it ended.
+"""Workflow of one repair of one node.
 
-An order that acts on the node is given only with leave from the fleet, and never twice because an answer got lost: the node is looked
-at first. A cancel is obeyed until such an order was given; from then on the repair goes on to its end, because somebody has to know
-what became of the node. Where no strategy is ordered, `relaunch.repair.treatment` chooses by what an examination finds.
+It carries out the steps that `relaunch.repair.machine` chooses, and reports the end to the fleet
+and to a waiting job. An order that acts on the node is given only with a permit of the fleet, and
+never again because an answer got lost: the node is probed first. A cancel is obeyed until such an
+order was given; after that the repair goes on to its end, because the state of the node must be
+known. If no strategy is ordered, `relaunch.repair.treatment` chooses one by what an examination
+finds.
 """
 
 from __future__ import annotations
@@ -56,13 +59,16 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.commands import BEAT, DETACH, KEEP_TRYING
 
 TREATMENT_WITHIN = timedelta(minutes=45)
-"""For a reset or a reboot that an examination calls for, with the examination that proves it: a reboot takes up to 25 minutes, DCGM 15."""
+"""For a reset or a reboot that an examination calls for, with the examination that proves it: a
+reboot takes up to 25 minutes, DCGM 15."""
 REBOOT_WITHIN = timedelta(minutes=1)
-"""For the node to take the order; what it comes to is seen afterwards."""
+"""For the node to take the order; whether it was carried out is probed afterwards."""
 PROBING = timedelta(seconds=90)
-"""Of an examination beside DCGM: three probes of twenty seconds, and what is between them."""
+"""The time of an examination besides DCGM: three probes of twenty seconds, and what is between
+them."""
 ONCE = RetryPolicy(maximum_attempts=1)
-"""For orders that act on the node: whoever lost the answer looks at the node before anything is ordered again."""
+"""For orders that act on the node: if the answer is lost, the node is probed before anything is
+ordered again."""
 
 Result = TypeVar("Result")
 
@@ -113,7 +119,7 @@ class NodeRepair:
         return NodeRepairResult(start.node, end.outcome, end.reason, end.verdict)
 
     async def _treated(self, course: Course) -> Finish:
-        """Examine the node, and do what that calls for, until it is healthy or nothing is left to do."""
+        """Examine the node and treat it, until it is healthy or nothing is left to do."""
         while True:
             cancels = [fact for fact in self._told if isinstance(fact, CancelAsked)]
             self._told.clear()
@@ -127,7 +133,8 @@ class NodeRepair:
                 case Finish():
                     return step
                 case Examine():
-                    # What was done to the node has to be seen to its end; before that nobody minds.
+                    # Once something was done to the node, its state must be known; before that an
+                    # examination may be cancelled.
                     health = await self._carried_out(self._examined(course, step), stops=not course.acted)
                     if health is not None:
                         course = examined(course, health, workflow.now())
@@ -139,7 +146,7 @@ class NodeRepair:
                     assert_never(step)
 
     async def _repaired(self, strategy: Strategy, gpus: tuple[str, ...], reason: str, *, power: bool = False) -> Finish:
-        """Carry out one strategy, from its first look to the examination that proves it."""
+        """Carry out one strategy, from the first probe to the examination that proves it."""
         start = self._start
         last = self._state.health if self._state is not None else None
         workflow.upsert_search_attributes([STRATEGY.value_set(strategy.value)])
@@ -160,7 +167,8 @@ class NodeRepair:
                 power=self._terms.power,
                 waited_for=bool(start.job),
             ),
-            # One way of several must not use up the time of all: a node that never comes back from a reboot would keep others from theirs.
+            # One strategy must not use up the time of all: a node that never comes back from a
+            # reboot would leave no time for the others.
             deadline=start.deadline if start.strategy else min(start.deadline, workflow.now() + TREATMENT_WITHIN),
             now=workflow.now(),
             approved_by=start.approved_by,
@@ -177,7 +185,11 @@ class NodeRepair:
             self._told.append(await self._carried_out(self._carry_out(step)))
 
     async def _said_by_fleet(self, end: Finish) -> Finish:
-        """Of a node that jobs share, its fleet knows who has to leave first and until when; the node itself only that it is in use."""
+        """Add to the refusal of a job's repair why the fleet does not permit it.
+
+        Of a shared node, the fleet knows which jobs have to leave first and by when; the node
+        itself only reports that it is in use.
+        """
         state, job = self._state, self._start.job
         assert state is not None
         if not job or end.outcome != "refused" or state.attempts or state.health is None or not state.health.busy:
@@ -201,7 +213,8 @@ class NodeRepair:
             self._state = learn(self._state, self._told.pop(0), self._catalog, workflow.now())
 
     async def _carried_out(self, step: Coroutine[Any, Any, Result], *, stops: bool = False) -> Result:
-        """Wait for a step to end, also when the workflow is cancelled: an order that is on its way cannot be taken back.
+        """Wait for a step to end, even if the workflow is cancelled: an order under way cannot be
+        taken back.
 
         With `stops` the step is cancelled, too.
         """
@@ -232,7 +245,7 @@ class NodeRepair:
                 raise ValueError(f"{step} is not carried out")
 
     async def _fleet_lets(self, step: ResetGpus | Reboot | PowerCycle) -> Fact | None:
-        """None: it does, now."""
+        """Ask the fleet for a permit; return None if the step may be carried out now."""
         assert self._state is not None
         kind: Literal["reset", "reboot"] = "reset" if isinstance(step, ResetGpus) else "reboot"
         return await self._fleet.ask(
@@ -262,7 +275,8 @@ class NodeRepair:
                 assert_never(step)
 
     async def _examined(self, course: Course, step: Examine) -> Health | None:
-        """Examine the node, as `nodes check` does; None: it was cancelled before that said anything."""
+        """Examine the node as `nodes check` does; return None if it was cancelled before there was
+        a result."""
         start = self._start
         try:
             if step.after and await self._until(workflow.now() + step.after, step.reason):
@@ -348,18 +362,18 @@ class NodeRepair:
         return Slept() if is_answered else DeadlinePassed()
 
     async def _show_question(self, question: str, until: datetime | None) -> None:
-        """Have the job that waits for this repair show on its page what is asked; an empty question: nothing any more."""
+        """Have the waiting job show the question on its page; an empty question removes it."""
         if (job := workflow.info().parent) is None or not self._start.job:
             return
         handle = workflow.get_external_workflow_handle(job.workflow_id)
         message = {"node": self._start.node, "question": question, "until": until.isoformat() if until else None}
         try:
             await handle.signal("repair_asks", message)
-        except ApplicationError as error:  # it has ended; the page of the repair asks all the same
+        except ApplicationError as error:  # the job has ended; the page of the repair still shows the question
             workflow.logger.info("%s could not be told: %s", job.workflow_id, error)
 
     async def _until(self, at: datetime, summary: str) -> bool:
-        """Wait until then; return whether somebody said something before."""
+        """Wait until then; return whether a message arrived before."""
         wait = max(timedelta(0), at - workflow.now())
         try:
             await workflow.wait_condition(lambda: bool(self._told), timeout=wait, timeout_summary=summary[:200])
@@ -367,7 +381,7 @@ class NodeRepair:
             return False
         return True
 
-    # --- what people send
+    # --- messages from people and the fleet
 
     @workflow.update(description='Answer what this repair asks: {"decision": "approve" | "deny", "reason": "…", "by": "…"}.')
     async def answer(self, message: Any = None, *_more: Any) -> str:

@@ -1,4 +1,5 @@
-"""What a job has asked of its fleet, and what was answered. A claim says all, so an answer to an earlier one means nothing any more."""
+"""The claims of a job on its fleet, and the answers. A claim states everything, so the answer to an
+earlier one is void."""
 
 from __future__ import annotations
 
@@ -35,23 +36,25 @@ class Claims:
         self._tell = tell
         self._seq = carried.seq
         self.nodes = carried.nodes
-        """The job's own: granted and not given back. They are those of its slots, but for a moment around a launch."""
+        """Nodes granted to the job and not given back: those of its slots, except for a moment
+        around a launch."""
         self._wants: Callable[[int], Claim] | None = None
-        """What is asked for and not answered."""
+        """The claim that has not been answered yet."""
         self._answers: list[Grant] = []
         self.more_at = carried.more_at
-        """When the job would take more, as the fleet was told last."""
+        """When the job would take more, as last sent to the fleet."""
         self._launched = carried.launched
-        """By which times its ranks stop themselves, as the fleet was told last."""
+        """The launches with their fencing timeouts, as last sent to the fleet."""
         self._more = carried.more
-        """Granted to a job that asked for more while it ran; it has not been launched with them yet."""
+        """Granted to a job that asked for more while it ran; it has not been launched with them
+        yet."""
         self._reported = carried.reported
-        """What the fleet was told last of faults."""
+        """The faults last reported to the fleet."""
         self._asks = 0
-        """Numbers the times it asked for more; what is not the newest one is over."""
+        """Counts the requests for more; every request but the newest is void."""
         self._grows = False
         self.fewer = ""
-        """Why the nodes that were granted last are fewer than the job would take."""
+        """Why the nodes last granted are fewer than the job would take."""
 
     @property
     def carried(self) -> ClaimsCarried:
@@ -62,7 +65,7 @@ class Claims:
         return self._wants is not None
 
     async def _ask(self, keep: tuple[str, ...], avoid: tuple[str, ...], *, queue: bool = False) -> None:
-        """Say what is wanted; `_answer` says what comes of it."""
+        """Send a claim; `_answer` returns the answer."""
         self.nodes = keep
         self._wants = lambda seq: claim(self._job(), seq, keep=keep, avoid=avoid, queue=queue)
         await self._send(self._wants)
@@ -74,10 +77,11 @@ class Claims:
             self.nodes, self._wants, self.fewer = tuple(place.node for place in grant.places), None, grant.fewer
         return grant
 
-    # --- more, for a job that runs
+    # --- more nodes for a running job
 
     async def ask_for_more(self, generation: int) -> None:
-        """Claim what was offered, while the ranks run on. Whatever else the job claims meanwhile, or gives back, counts instead."""
+        """Claim the offered nodes while the ranks keep running. A later claim or return of nodes
+        replaces this one."""
         own, avoid = self.nodes, tuple(one.node for one in self._job().avoided)
         self._asks, self._grows = self._asks + 1, True
         number = self._asks
@@ -100,11 +104,13 @@ class Claims:
 
     @property
     def is_asking_for_more(self) -> bool:
-        """It has asked, and is not launched with what was granted, nor has it said that it goes on without."""
+        """Whether the job has asked for more and neither launched with the grant nor declined
+        it."""
         return self._grows or bool(self._more)
 
     def forget_more(self) -> None:
-        """The job does something else; its next word to the fleet says so."""
+        """Forget the request for more, because the job does something else; its next claim tells
+        the fleet so."""
         if self._grows:
             self._asks, self._grows, self._wants = self._asks + 1, False, None
         self._more = ()
@@ -116,19 +122,20 @@ class Claims:
         return keep_places(self._job().slots, more)
 
     def is_current(self, offer: Offer) -> bool:
-        """Whether the offer is to what the job has said last."""
+        """Return whether the offer belongs to the job's last claim."""
         return self._wants is None and (offer.submission, offer.seq) == (self._job().submission, self._seq)
 
     def leave(self, slots: tuple[Slot, ...]) -> tuple[Place, ...]:
-        """Go on with some of the nodes; `say_what_is_left` tells the fleet when nothing lives on the others any more."""
+        """Continue with some of the nodes; `say_what_is_left` informs the fleet once no rank lives
+        on the others."""
         self.nodes = tuple(slot.node for slot in slots)
         return tuple(Place(slot.node, slot.address, slot.gpus) for slot in slots)
 
-    # --- nodes, for a job that is launched
+    # --- nodes for a launch
 
     async def acquire(self, decision: Relaunch, excluded: tuple[str, ...]) -> tuple[Place, ...]:
-        """Have the fleet grant all the nodes that are wanted; none where it never can."""
-        # Of its slots, what was given back may be somebody else's by now.
+        """Have the fleet grant all the nodes that are wanted; return none if it never can."""
+        # Nodes of its slots that were given back may belong to another job by now.
         mine = [slot.node for slot in self._job().slots if slot.node in self.nodes] if decision.keep_nodes else []
         keep = tuple(node for node in mine if node not in excluded)
         waits = False
@@ -146,11 +153,12 @@ class Claims:
             if grant.kind == "yield":
                 keep = self.nodes = ()
             if grant.kind == "yield" or not waits:
-                # It may wait for hours, and nobody watches ranks meanwhile.
+                # The job may wait for hours, and its ranks are not watched meanwhile.
                 if alive := self._job().maybe_alive:
                     self._tell(await commands.prove_stopped(self._job(), decision.generation - 1, alive, "stop what waits for nodes"))
                     await workflow.wait_condition(lambda: not self._job().maybe_alive)
-                # There is no other: a node that was only lost is as good as any once it answers again, for its old ranks are stopped first.
+                # No other nodes are available. A node that was only lost is good again once it
+                # answers, because its old ranks are stopped first.
                 unwanted = (*left_out(self._job(), workflow.now()), *(avoided.node for avoided in self._job().avoided))
                 await self._ask(keep, unwanted, queue=grant.kind == "yield")
             waits = True
@@ -160,22 +168,26 @@ class Claims:
         return keep_places(self._job().slots if keep else (), grant.places)
 
     def must_tell_times(self, launch: LaunchedGeneration) -> bool:
-        """Return whether a later submission would wait too short a time for ranks of this launch."""
+        """Return whether the fleet knows too short timeouts for a later submission to judge this
+        launch."""
         return not is_known_by(self._launched, launch)
 
     async def say_what_is_left(self) -> None:
-        """The job goes on with the nodes of its slots, and holds no other one any more."""
+        """Claim only the nodes of the job's slots: it no longer holds any other."""
         await self._send(self._as_it_is)
 
     async def give_back(self) -> None:
-        """The job wants nothing any more, and has nothing but what its ranks may still live on. That the server took it is enough:
-        a fleet that is lost afterwards asks who holds what, and this job will not be among them."""
+        """Give back all nodes; the claim lists only those on which ranks may still live.
+
+        Delivery to the server is enough: a fleet that is lost afterwards asks which jobs hold
+        nodes, and this job will not be among them.
+        """
         if self._seq:
             self.nodes, self._wants = (), None
             await self._send(lambda seq: give_back(self._job(), seq))
 
     async def resend(self) -> None:
-        """The fleet does not know, because it was begun anew."""
+        """Send the last claim again: the fleet was restarted and does not know it."""
         if self._wants is not None:
             await self._send(self._wants)
         elif self.nodes:
@@ -187,7 +199,7 @@ class Claims:
         """Take an answer.
 
         Raises:
-            ValidationError: it is none.
+            ValidationError: The message is not a grant.
         """
         grant = GRANT.validate_python(message)
         if (grant.submission, grant.seq) != (self._job().submission, self._seq):
@@ -195,7 +207,8 @@ class Claims:
         if self._wants is not None:
             self._answers.append(grant)
         elif grant.holding:
-            # It had all that it wanted; what is new is where older ranks live. They are stopped with the next launch, or at the end.
+            # The job already had all that it wanted; new is where older ranks live. They are
+            # stopped with the next launch, or at the end.
             self._tell(_ranks_found(grant))
 
     def _as_it_is(self, seq: int) -> Claim:
@@ -211,7 +224,7 @@ class Claims:
             self._answers.append(Grant(job.submission, message.seq, "hopeless", reason=unknown))
 
     async def _signal(self, signal: str, message: Claim | FaultReport, summary: str) -> str:
-        """Send the fleet a signal. Returns why there is no such fleet; empty: there is."""
+        """Send the fleet a signal; return why there is no such fleet, or an empty string."""
         try:
             await commands.unless_cancelled(
                 workflow.execute_activity_method(
@@ -233,12 +246,16 @@ class Claims:
 
     @property
     def has_faults_to_report(self) -> bool:
-        """Faults that may be the job's own are told with its next claim: no single job's are reason enough to examine a node."""
+        """Whether there are new faults to report at once.
+
+        Faults that may be the job's own wait for its next claim: those of a single job are no
+        reason to examine a node.
+        """
         new = [one for one in suspects(self._job()) if one not in self._reported]
         return bool(self._seq) and any(one.isolate or one.cause not in OWN_CAUSES for one in new)
 
     async def report_faults(self) -> None:
-        """Tell the fleet what is new against nodes, unless a claim has told it by now."""
+        """Report new evidence against nodes to the fleet, unless a claim has done so meanwhile."""
         if self.has_faults_to_report:
             job = self._job()
             self._reported = suspects(job)

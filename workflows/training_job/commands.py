@@ -1,4 +1,5 @@
-"""What a job orders: one function per activity, with its timeouts, its retries and what the web UI calls it."""
+"""Orders of a job: one function per activity, with its timeouts, its retry policy and its summary
+in the web UI."""
 
 from __future__ import annotations
 
@@ -32,30 +33,34 @@ with workflow.unsafe.imports_passed_through():
 
 Answer = TypeVar("Answer")
 SHARD = 256
-"""Nodes that one watch or launch activity serves. One activity per node would be thousands of events a generation."""
+"""Nodes that one watch or launch activity serves. One activity per node would be thousands of
+events a generation."""
 
 BEAT = timedelta(seconds=6)
-"""Heartbeat timeout of launches and stops, which beat every second: how soon a dead worker's work is taken over."""
+"""Heartbeat timeout of launches and stops, which heartbeat every second: how soon the work of a
+dead worker is taken over."""
 KEEP_TRYING = RetryPolicy(initial_interval=timedelta(milliseconds=200), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=10))
-"""For activities that change nothing when repeated. They end by an answer, never by a number of attempts."""
+"""For activities that may be repeated without effect. They end by an answer, never by a number of
+attempts."""
 REATTACH = RetryPolicy(initial_interval=timedelta(milliseconds=100), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=5))
 """For watches: a new one re-attaches, so a retry spends nothing."""
 REPAIR_MARGIN = timedelta(seconds=15)
-"""Between the end of a repair and of the wait for it."""
+"""Time between the end of a repair and the end of the wait for it."""
 FOR_EVER = timedelta(days=3650)
-"""For activities whose end is an event in the world; the server wants a number."""
+"""For activities that end with an event in the world; the server requires a number."""
 DETACH = ActivityCancellationType.WAIT_CANCELLATION_COMPLETED
-"""A cancelled activity has let go of the nodes before the workflow goes on."""
+"""A cancelled activity has let go of the nodes before the workflow continues."""
 
 
 async def unless_cancelled(order: Awaitable[Answer]) -> Answer:
     """Await an activity.
 
-    The SDK returns the result of one that came to its end although it was cancelled, and says no word of the cancel: whoever was given up
-    would go on to do, or to wait for, what nobody wants any more.
+    The SDK returns the result of an activity that completed although it was cancelled, and does not
+    report the cancel: the cancelled caller would go on with work, or wait for results, that are no
+    longer wanted.
 
     Raises:
-        CancelledError: it was cancelled, whatever came of it.
+        CancelledError: It was cancelled, whether or not the activity completed.
     """
     answer = await order
     task = asyncio.current_task()
@@ -69,9 +74,10 @@ def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 async def launch(job: JobState, token: Token, slots: tuple[Slot, ...], sent: dict[str, str]) -> Event:
-    """Prepare and start every shard; across shards this workflow is the barrier between the two rounds.
+    """Prepare and start every shard; across shards this workflow is the barrier between the two
+    rounds.
 
-    `sent` is filled with the places of nodes that may have been told to start, also where this is
+    `sent` receives the places of nodes that may have got the order to start, even if this is
     cancelled.
     """
     whole = _launch_orders(job, token, slots)
@@ -133,7 +139,7 @@ async def _launch_shard(job: JobState, order: LaunchRanksInput, verb: str, sent:
 
 
 def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
-    """What a launch came to: refused beats unreachable beats success, shard by shard."""
+    """Return the outcome of a launch: refused beats unreachable beats success, over all shards."""
     places = {node: place for output in outputs for node, place in output.places.items()}
     if refusals := tuple(refusal for output in outputs for refusal in output.refusals):
         started = any(output.start_sent for output in outputs)
@@ -141,7 +147,7 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
     if unreachable := tuple(node for output in outputs for node in output.unreachable):
         started = any(output.start_sent for output in outputs)
         reason = next(output.reason for output in outputs if output.unreachable)
-        # Whoever did not answer may still take the order to start, as long as it is valid.
+        # A node that did not answer may still take the order to start, as long as it is valid.
         within = job.policy.timeouts.valid_for if started else timedelta(0)
         elsewhere = tuple(node for output in outputs for node in output.elsewhere)
         return LaunchFailed(token.generation, unreachable, started, within, reason, places, elsewhere)
@@ -168,7 +174,8 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
             lost=tuple(node for node in job.lost_names if node in names),
             elsewhere=tuple(lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names),
             hang_known=job.deferred_fault is not None,
-            # One shard tells it for all: each that did would end its watch, and need another.
+            # One shard reports it for all: each watch that did would end, and would have to be
+            # replaced.
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,
             progress_expected=job.furthest_step is not None or job.progress is not None,
             report_checkpoint=bool(at_checkpoint(job)),
@@ -187,13 +194,17 @@ async def watch(job: JobState, nodes: tuple[str, ...], after_seq: dict[str, int]
 
 
 def _first_rank(job: JobState, node: str) -> int | None:
-    """Return the number of the first process of a node, which is the first of its shard; None: it has left the job."""
+    """Return the number of the first process of a node, the first of its shard; None if it has left
+    the job."""
     groups = (group for group, slot in enumerate(job.slots) if slot.node == node)
     return next((processes_of(group, job.spec)[0] for group in groups), None)
 
 
 async def prove_stopped(job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False) -> RanksStopped:
-    """Stop a generation and all below it. Returns when every node is proven clean, or must have fenced; with `once`, after one try."""
+    """Stop a generation and all earlier ones.
+
+    Returns when every node is proven clean or must have fenced; with `once`, after one try.
+    """
     unreachable = f"; {_names(job.lost_names)} cannot be reached and must fence first" if job.lost and not once else ""
     stopped = await unless_cancelled(
         workflow.execute_activity_method(
@@ -204,8 +215,8 @@ async def prove_stopped(job: JobState, generation: int, nodes: tuple[str, ...], 
                 nodes=nodes,
                 timeouts=job.policy.timeouts,
                 gang_size=job.spec.node_count,
-                # As long as it had been when it was reported: what has passed since then is known
-                # by the server's clock only, which may be stepped.
+                # The silence at the time of the report: the time since then is known only by the
+                # server's clock, which may be stepped.
                 unheard_for=tuple((lost.node, lost.unheard_for) for lost in job.lost),
                 once=once,
                 generations=living_generations(job),
@@ -222,7 +233,10 @@ async def prove_stopped(job: JobState, generation: int, nodes: tuple[str, ...], 
 
 
 async def examine(job: JobState, decision: Examine) -> NodesExamined:
-    """Have the suspects examined, which hold no rank any more. The node's kernel log counts from when this generation was launched."""
+    """Have the suspects examined, which have no ranks any more.
+
+    The node's kernel log counts from the launch of this generation.
+    """
     level, within = job.policy.dcgm_level, job.policy.timeouts.examination
     examined = await unless_cancelled(
         workflow.execute_activity_method(
@@ -247,7 +261,10 @@ async def examine(job: JobState, decision: Examine) -> NodesExamined:
 
 
 async def repair(job: JobState, decision: Repair) -> RepairEnded:
-    """Have every suspect repaired, each by a workflow of its own, whose id says which node it is: there is never a second one."""
+    """Have every suspect repaired, each by a child workflow.
+
+    The workflow's id names the node, so there is never a second repair of it.
+    """
     ended = await asyncio.gather(*(_repair_one(job, decision, node) for node in decision.nodes))
     worst = next((one for one in ended if one.outcome != "done"), None)
     reason = worst.reason if worst else "; ".join(one.reason for one in ended[:4])
@@ -269,13 +286,13 @@ async def _repair_one(job: JobState, decision: Repair, node: str) -> NodeRepairR
                 job=job.name,
                 level=job.policy.dcgm_level,
                 catalog=job.policy.catalog,
-                # It ends, and tells how, before this job stops waiting for it.
+                # The repair ends, and reports how, before this job stops waiting for it.
                 deadline=decision.until - REPAIR_MARGIN,
                 answer_within=job.policy.timeouts.answer_within,
             ),
             id=id_,
             result_type=NodeRepairResult,
-            # A repair that has begun is brought to its end, whatever becomes of the job.
+            # A repair that has begun is completed, whatever happens to the job.
             parent_close_policy=ParentClosePolicy.ABANDON,
             cancellation_type=ChildWorkflowCancellationType.TRY_CANCEL,
             static_summary=f"{decision.strategy} of {node} for job {job.name}",
@@ -300,5 +317,5 @@ async def archive(job: JobState, incidents: tuple[Incident, ...]) -> None:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    """Short enough for a summary, which holds 200 bytes."""
+    """Return the names in short, for a summary, which holds 200 bytes."""
     return ", ".join(names[:3]) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more nodes"

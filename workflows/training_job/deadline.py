@@ -1,4 +1,5 @@
-"""The one moment at which a job goes on although nothing has happened: a timer, set anew with each decision that waits."""
+"""The deadline at which a job continues although nothing has happened: a timer, set again by each
+decision that waits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from temporalio import workflow
 
 class Deadline:
     def __init__(self, what: Callable[[], str], passed: Callable[[datetime], None]) -> None:
-        """`what`: what happens then, a clause for people; `passed` is told when it is over."""
+        """Create a deadline that is not set.
+
+        `what` returns what happens then, a clause for people; `passed` is called when the time is
+        over.
+        """
         self._what = what
         self._passed = passed
         self._timer: asyncio.Task[None] | None = None

@@ -1,4 +1,5 @@
-"""One timer for each node that a job was asked to leave: when it is over, the job has to, as soon as it runs."""
+"""One timer per node that a job was asked to leave. When it expires, the job has to leave as soon
+as it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class Leaves:
         self._job = job
         self._tell = tell
         self._timers: dict[tuple[str, datetime], asyncio.Task[None]] = {}
-        """By node and time."""
+        """By node and deadline."""
 
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:
@@ -36,7 +37,7 @@ class Leaves:
     async def _leave(self, leaving: Leaving) -> None:
         left = max(0.0, (leaving.until - workflow.now()).total_seconds())
         await workflow.sleep(left, summary=f"until {leaving.node} has to be left: {leaving.reason}"[:200])
-        while True:  # until it has left: what comes at the same moment may come first
+        while True:  # repeat until it has left: another event of the same moment may be taken first
             await workflow.wait_condition(lambda: self._job().phase is Phase.RUNNING)
             self._tell(DrainDue(leaving.node))
             await workflow.wait_condition(lambda: self._job().phase is not Phase.RUNNING)

@@ -1,6 +1,7 @@
-"""What people and other workflows may send to a job, and ask of it: anything at all may arrive, and nothing raises.
+"""Signals, updates and queries of a job. Any message may arrive, and none raises.
 
-What can be understood becomes an event in the inbox, what cannot a notice. Nothing is decided here.
+A message that can be parsed becomes an event in the inbox, any other a notice. Nothing is decided
+here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 class Mailbox:
-    """The handlers of the job's workflow, which derives from it."""
+    """Base class of the job's workflow, with its handlers."""
 
     _job: JobState
     _inbox: list[Event]

@@ -1,4 +1,7 @@
-"""What people are told without being asked: that a job needs one of them, and that it was given up. At least once, and each thing once."""
+"""Notify people that a job waits for a person, or that it has failed.
+
+Each event gives one notice, delivered at least once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.state import JobState, Phase
 
 WITHIN = timedelta(minutes=2)
-"""Then a job ends without having told anybody: its page and its result say the same."""
+"""After this a job ends without having notified anyone: its page and its result say the same."""
 ONE_TRY = timedelta(seconds=20)
 TRY_AGAIN = RetryPolicy(initial_interval=timedelta(seconds=1), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=20))
 
@@ -36,16 +39,16 @@ async def tell(fleet: str, subject: str, text: str) -> None:
 
 
 class Notices:
-    """Of one job."""
+    """The notices of one job."""
 
     def __init__(self, job: Callable[[], JobState], told: str) -> None:
         self._job = job
         self.told = told
-        """What was told last."""
+        """The last notice sent."""
         self.telling: asyncio.Task[None] | None = None
 
     def keep(self) -> None:
-        """Tell what is new, after what is being told."""
+        """Send a notice if there is news, after the one that is being sent."""
         job = self._job()
         if (news := _news(job)) is None or news == self.told:
             return
@@ -59,7 +62,7 @@ class Notices:
 
 
 def _news(job: JobState) -> str | None:
-    """What there is to tell, as a word that differs for each time; None: nothing."""
+    """Return a key that identifies the current news; None if there is nothing to notify."""
     if job.phase is Phase.FAILED:
         return "failed"
     if job.phase is Phase.WAITING_FOR_PERSON and not job.snoozed:

@@ -1,6 +1,7 @@
-"""Reads back from a history what a job took in and what it decided, by running the workflow over it once more.
+"""Read the events and decisions of a job from its history, by replaying the workflow.
 
-It refuses histories that the workflow as it is now would not have made: what it would read there never happened.
+Refuses histories that the current workflow would not have produced: what it would read from them
+never happened.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from relaunch.workflows.training_job.workflow import TrainingJob
 
 
 class NotReplayable(Exception):
-    """The workflow as it is now would have ordered something else than this history has."""
+    """The current workflow would have given other orders than this history has."""
 
 
 @dataclass(slots=True)
 class Recording:
     job: JobState
-    """As it was before the first step."""
+    """The state before the first step."""
     steps: list[Step] = field(default_factory=list)
 
 
-# The replayer makes the workflow itself, so this is where the two meet; unsandboxed, they share this module.
+# The replayer creates the workflow, so recordings are passed through this module; unsandboxed, both
+# share it.
 _recordings: dict[str, Recording] = {}
 
 
@@ -65,7 +67,7 @@ async def recording(histories: Iterable[WorkflowHistory], namespace: str, conver
     """Read the runs of one submission, the oldest first.
 
     Raises:
-        NotReplayable: one of them cannot be replayed by this version.
+        NotReplayable: One of them cannot be replayed by this version.
     """
     whole: Recording | None = None
     replayer = Replayer(
@@ -73,7 +75,7 @@ async def recording(histories: Iterable[WorkflowHistory], namespace: str, conver
         namespace=namespace,
         data_converter=converter,
         workflow_runner=UnsandboxedWorkflowRunner(),
-        # The SDK's native part would print what fails to stdout, where decisions are read from.
+        # The SDK's native part would print failures to stdout, from which the decisions are read.
         runtime=Runtime(telemetry=TelemetryConfig(logging=None)),
     )
     for history in histories:
@@ -91,7 +93,7 @@ async def recording(histories: Iterable[WorkflowHistory], namespace: str, conver
 
 
 def _reason(failure: Exception | None) -> str:
-    """The sentence within what the SDK's native part prints of its own structures."""
+    """Return the sentence within the structures that the SDK's native part prints."""
     if failure is None:
         return "it has no workflow task"
     text = str(failure).partition("\n")[0]

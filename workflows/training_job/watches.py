@@ -1,4 +1,5 @@
-"""The watches of a job's newest generation, one for each shard, and how far they have told what its nodes saw."""
+"""The watches of a job's newest generation, one per shard, and how far they have reported what its
+nodes saw."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ with workflow.unsafe.imports_passed_through():
 
 
 HINT_PATIENCE = 1.0
-"""Seconds that a watch is given to report by itself what was hinted at: a look takes a tenth of one."""
+"""Seconds that a watch gets to report a hinted change by itself: a probe takes a tenth of one."""
 
 
 class Watches:
@@ -38,7 +39,7 @@ class Watches:
         self.exited = dict(exited)
         self.exchanging: asyncio.Task[None] | None = None
         self._hints: dict[str, int] = {}
-        """The newest version of each thing that was hinted at, in this generation."""
+        """The newest version of each subject of a hint, in this generation."""
 
     @property
     def tasks(self) -> tuple[asyncio.Task[None], ...]:
@@ -49,9 +50,11 @@ class Watches:
         return [watch for watch in self._watches.values() if not watch.done()]
 
     def keep(self) -> None:
-        """Have one for each shard, where there is something to watch; those that run are left alone."""
+        """Keep one watch per shard while there is something to watch. Running watches are left
+        alone."""
         job = self._job()
-        # Not while a person is waited for and the ranks are gone: their old exits would be news once more.
+        # Not while the job waits for a person and its ranks are gone: their old exits would be
+        # reported again.
         if not (job.phase in (Phase.RUNNING, Phase.NODE_LOST) or (job.phase is Phase.WAITING_FOR_PERSON and job.lost)):
             return
         for index, nodes in enumerate(commands.shards(tuple(slot.node for slot in job.slots))):
@@ -66,13 +69,14 @@ class Watches:
         self._watches, self.after_seq, self.exited, self._reporting, self._hints = {}, {}, {}, set(), {}
 
     def report_checkpoints(self) -> None:
-        """Where nodes are to be left at a checkpoint, exchange whoever watches and does not report one."""
+        """If nodes are to be left at a checkpoint, replace the watches that do not report one."""
         deaf = tuple(watch for index, watch in self._watches.items() if index not in self._reporting and not watch.done())
         if deaf and at_checkpoint(self._job()) and (self.exchanging is None or self.exchanging.done()):
             self.exchanging = asyncio.create_task(self._exchange(deaf))
 
     def look_again(self, hint: HintMessage) -> None:
-        """Have whoever watches look now: a new watch does that first, and the one that runs may be in another process, out of reach."""
+        """Have the watches probe now. A new watch does that first; the running one may be in
+        another process, out of reach."""
         job = self._job()
         is_ours = (hint.submission, hint.generation) == (job.submission, job.generation)
         if not is_ours or self._hints.get(hint.what, -1) >= hint.version:
@@ -90,7 +94,7 @@ class Watches:
         for watch in watches:
             watch.cancel()
         await workflow.wait_condition(lambda: all(watch.done() for watch in watches))
-        self.keep()  # from what was taken last: what the old ones had seen and not reported is told again
+        self.keep()  # resumes after the last report: what the old watches saw and did not report is reported again
 
     def _succeeded(self, nodes: tuple[str, ...]) -> bool:
         return all(len(self.exited.get(node, ())) == self._job().spec.processes_per_node for node in nodes)

@@ -1,6 +1,8 @@
-"""One submission of a job, durably: takes events from its inbox one by one, decides by `recovery`, carries out.
+"""Workflow of one submission of a job: takes events from its inbox one by one, decides, and carries
+out the decision.
 
-It holds no rank and no connection: what it starts lives on the nodes, and what it waits for survives any crash.
+It holds no rank and no connection: what it starts lives on the nodes, and what it waits for
+survives any crash.
 """
 
 from __future__ import annotations
@@ -50,11 +52,13 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.watches import Watches
 
 KEPT_INCIDENTS = 10
-"""Closed ones in the state; beyond it the older half goes to the archive. A state must stay below 512 KiB."""
+"""Closed incidents kept in the state; beyond that the older half is archived. A state must stay
+below 512 KiB."""
 
 
 def _cancelled(error: asyncio.CancelledError) -> CancelRequested:
-    """A cancel of the workflow is a cancel of the job: its ranks are stopped before it ends."""
+    """Return the cancel of the workflow as a cancel of the job: its ranks are stopped before it
+    ends."""
     return CancelRequested(reason=workflow.cancellation_reason() or str(error) or "the workflow was cancelled", by="")
 
 
@@ -69,12 +73,12 @@ class TrainingJob(Mailbox):
         self._act: asyncio.Task[None] | None = None
         self._leaving: list[asyncio.Task[None]] = []
         self._launching = False
-        """Ranks may have been ordered that `maybe_alive` does not know of."""
+        """A launch may have started ranks that `maybe_alive` does not yet include."""
         self._relaunching: Relaunch | None = None
-        """Decided, and not at an end yet."""
+        """The relaunch that was decided on and has not ended."""
         self._launched_generation = 0
         self._sent: dict[str, str] = {}
-        """Where, as `orders.launch` has it."""
+        """Places of the nodes that got the order to start, as `commands.launch` fills it in."""
         self._watches = Watches(lambda: self._job, self._inbox.append, start.carried.after_seq, start.carried.exited)
         self._dead: tuple[str, ...] = start.carried.dead
         self._archiving: asyncio.Task[None] | None = None
@@ -119,7 +123,8 @@ class TrainingJob(Mailbox):
             except asyncio.CancelledError as error:
                 self._inbox.append(_cancelled(error))
             if (broken := self._broken()) is not None:
-                # A mistake in this program. It fails the task, not the workflow: the server shows it, and tries again until it is mended.
+                # A bug. It fails the workflow task, not the workflow: the server shows it and
+                # retries until it is fixed.
                 raise RuntimeError(f"nobody expected this of an activity: {broken}") from broken
             while self._inbox:
                 self._take(self._inbox.pop(0))
@@ -135,7 +140,8 @@ class TrainingJob(Mailbox):
                 await self._continue_as_new()
 
     def _broken(self) -> BaseException | None:
-        """What a task met that nobody has foreseen; left alone, the job would stand still and not say why."""
+        """Return the unexpected error of a task; if ignored, the job would stall without showing
+        why."""
         all_of_them = (*self._doing, *self._watches.tasks, *self._leaves.tasks)
         tasks = [task for task in all_of_them if task is not None and task.done()]
         return next((error for task in tasks if not task.cancelled() and (error := task.exception()) is not None), None)
@@ -166,9 +172,10 @@ class TrainingJob(Mailbox):
             case NodeDeclaredDead():
                 self._dead = tuple(dict.fromkeys((*self._dead, event.node)))
                 if (ending := self._job.ending) is not None:
-                    self._replace_act(lambda: self._stop(once=ending.phase is Phase.SUCCEEDED))  # without that node
+                    self._replace_act(lambda: self._stop(once=ending.phase is Phase.SUCCEEDED))  # stop without that node
                 elif isinstance(decision, Ignore) and event.node in waited_for and self._relaunching is not None:
-                    # Of an earlier submission: its ranks are stopped before the launch, which goes on.
+                    # The node is of an earlier submission: its ranks are stopped before the launch,
+                    # which then continues.
                     relaunching = self._relaunching
                     self._replace_act(lambda: self._relaunch(relaunching))
         if not isinstance(decision, Ignore):
@@ -179,7 +186,7 @@ class TrainingJob(Mailbox):
         if isinstance(event, NodesOffered) and isinstance(decision, Wait) and not self._claims.is_asking_for_more:
             self._growing = asyncio.create_task(self._claims.ask_for_more(self._job.generation))
         if isinstance(event, CheckpointSaved) and isinstance(decision, Ignore):
-            self._watches.keep()  # whoever saw it has ended with that
+            self._watches.keep()  # the watch that saw the checkpoint has ended
         if len(self._job.incidents) > KEPT_INCIDENTS and self._archiving is None:
             self._archiving = asyncio.create_task(self._archive())
 
@@ -224,7 +231,7 @@ class TrainingJob(Mailbox):
 
         async def carry_out() -> None:
             if leaving:
-                await workflow.wait(leaving)  # what they ordered has been let go of, before anything else is ordered
+                await workflow.wait(leaving)  # their orders must be released before anything else is ordered
             await self._find_half_launched()
             try:
                 await act()
@@ -238,7 +245,7 @@ class TrainingJob(Mailbox):
     # --- launching
 
     async def _find_half_launched(self) -> None:
-        """After a launch that was given up half-way: nobody has said yet where ranks were started."""
+        """After an aborted launch, report the nodes on which its ranks may have been started."""
         if self._launching:
             found = RanksFound(
                 tuple(slot.node for slot in self._job.slots if slot.node not in self._dead),
@@ -272,10 +279,12 @@ class TrainingJob(Mailbox):
             fewer = self._claims.fewer
         slots = seat(self._job.slots, places, anew=not decision.keep_nodes)
         left_behind = [node for node in self._job.maybe_alive if node not in {place.node for place in places}]
-        # Ranks that are alone do not fence themselves, and as part of a gang they would be taken for ranks that do.
+        # Ranks launched without fencing (such as those of a single node) never fence themselves,
+        # but as part of a fencing gang they would be taken for ranks that do.
         alone = bool(self._job.maybe_alive) and not fences(self._job) and will_fence(self._job, len(slots))
         if left_behind or alone:
-            # Everywhere, not only there: a node that was cut off stops itself only when some other node no longer vouches for it.
+            # Stop ranks on all nodes, not only on those: a node that was cut off stops its ranks
+            # only when no other node vouches for it.
             before = decision.generation - 1
             gone = await commands.prove_stopped(self._job, before, self._job.maybe_alive, f"stop generation {before} before another starts")
             self._inbox.append(gone)
@@ -288,11 +297,13 @@ class TrainingJob(Mailbox):
         token = replace(self._job.token, generation=decision.generation)
         nodes = tuple(slot.node for slot in slots)
         while self._claims.must_tell_times(plan_generation(self._job, decision.generation, nodes)):
-            # The policy has changed: who submits this job again must not judge its ranks by less.
+            # The policy has changed: a later submission must not judge the ranks by shorter
+            # timeouts.
             await self._claims.say_what_is_left()
             if superseded():
                 return
-        # From the same state as the orders: a policy that changes from here on changes the next launch.
+        # From the same state as the orders: a later change of the policy applies to the next
+        # launch.
         launch = plan_generation(self._job, decision.generation, nodes)
         self._inbox.append(LaunchOrdered(decision.generation, launch))
         self._launching, self._launched_generation, self._sent = True, decision.generation, {}
@@ -301,7 +312,8 @@ class TrainingJob(Mailbox):
         self._relaunching = None
 
     async def _let_go(self) -> None:
-        """A person is asked, and it may take long: what was asked of the fleet and not granted is not wanted meanwhile."""
+        """Stop the ranks while a person is asked, which may take long, and withdraw a claim that
+        waits."""
         await self._stop(once=True)
         if self._claims.waits:
             await self._claims.give_back()
@@ -309,7 +321,7 @@ class TrainingJob(Mailbox):
     # --- more nodes
 
     def _keep_wish(self) -> None:
-        """Tell the fleet when the job would take more nodes, if that has changed."""
+        """Inform the fleet when the job would take more nodes, if that has changed."""
         job, said = self._job, self._saying_again
         if not job.spec.is_elastic or job.phase is not Phase.RUNNING or job.leaving or job.incident is not None:
             return
@@ -318,23 +330,25 @@ class TrainingJob(Mailbox):
             self._saying_again = asyncio.create_task(self._claims.resend())
 
     def _stop_asking_for_more(self, decision: Decision) -> None:
-        """Unless it grows by it: what was asked for, or granted, the fleet may give to others."""
+        """Withdraw a request for more nodes unless the job grows with it: the fleet may grant them
+        to others."""
         if not self._claims.is_asking_for_more or (isinstance(decision, Relaunch) and decision.strategy is Strategy.GROW):
             return
         self._claims.forget_more()
         self._saying_again = asyncio.create_task(self._claims.resend())
 
     def _report_faults(self) -> None:
-        """Tell the fleet of new suspects at once: a job that restarts in place, or waits, makes no claim that would."""
+        """Report new suspects to the fleet at once: a job that restarts in place, or waits, sends
+        no claim that would."""
         reporting = self._reporting is not None and not self._reporting.done()
         if not reporting and self._job.ending is None and self._claims.has_faults_to_report:
-            # It begins after what was decided just now, which may make a claim.
+            # The task starts after the current decision, which may send a claim.
             self._reporting = asyncio.create_task(self._claims.report_faults())
 
-    # --- examining and repairing
+    # --- examinations and repairs
 
     async def _look_after(self, decision: Examine | Repair) -> None:
-        """Free the GPUs, which an examination and a repair both need, then have it done."""
+        """Free the GPUs, which an examination and a repair both need, then order it."""
         generation = self._job.generation
         if self._job.maybe_alive:
             what = "examining" if isinstance(decision, Examine) else decision.strategy
@@ -355,19 +369,19 @@ class TrainingJob(Mailbox):
         if alive:
             self._inbox.append(await commands.prove_stopped(self._job, generation, alive, f"stop generation {generation}"))
         if rest := tuple(node for node in places if node not in alive):
-            # Proven gone long ago; one of them may be dead, and nobody waits for it.
+            # Proven gone earlier; one of these nodes may be dead, so do not wait for it.
             self._inbox.append(
                 await commands.prove_stopped(self._job, generation, rest, f"clean up after generation {generation}", once=True)
             )
 
-    # --- ends
+    # --- end and continue-as-new
 
     def _may_end(self) -> bool:
         return self._job.ending is not None and not self._inbox and self._act is not None and self._act.done()
 
     async def _end(self) -> JobResult:
         if self._act is not None:
-            await self._act  # raises what it met
+            await self._act  # raises the task's error
         if self._archiving is not None:
             await self._settled([self._archiving])  # a cancel changes nothing any more
         await self._settled([asyncio.create_task(self._claims.give_back())])
@@ -382,12 +396,12 @@ class TrainingJob(Mailbox):
         assert ending is not None
         result = JobResult(job.name, job.phase, ending.exit_code, job.reason, job.generation, job.incidents, job.incidents_archived, job)
         if job.phase is Phase.FAILED:
-            # Red in the web UI's list, with the reason; the result rides in the details.
+            # Shown red in the web UI's list, with the reason; the details carry the result.
             raise ApplicationError(job.reason, result, type="JobFailed", non_retryable=True)
         return result
 
     def _may_continue_as_new(self) -> bool:
-        """Only while nothing but watching goes on: an order to nodes is never left half-way."""
+        """Return whether only watching goes on: an order to nodes is never left half-done."""
         busy = [task for task in self._doing if task is not None and not task.done()]
         return not busy and self._job.ending is None
 
@@ -397,8 +411,9 @@ class TrainingJob(Mailbox):
             watch.cancel()
         while True:
             if (cancelled := await self._settled(watching)) is not None:
-                self._inbox.append(cancelled)  # the next run takes it, and stops the ranks
-            # What a signal began meanwhile, such as a claim: the next run would know nothing of it.
+                self._inbox.append(cancelled)  # the next run takes it and stops the ranks
+            # Signals may have started tasks meanwhile, such as a claim, of which the next run would
+            # know nothing.
             watching = [task for task in self._doing if task is not None and not task.done()]
             if not watching:
                 break
@@ -414,7 +429,8 @@ class TrainingJob(Mailbox):
         workflow.continue_as_new(TrainingJobInput(spec=self._job.spec, policy=self._job.policy, resume=self._job, carried=carried))
 
     async def _settled(self, tasks: list[asyncio.Task[None]]) -> CancelRequested | None:
-        """Wait until these and all handlers are done, whatever happens; return the cancel that came meanwhile."""
+        """Wait until the tasks and all handlers are done, despite cancels; return a cancel that
+        came meanwhile."""
         cancelled = None
         while True:
             try:
@@ -430,7 +446,7 @@ class TrainingJob(Mailbox):
         self._archiving = None
         self._inbox.append(IncidentsArchived(len(incidents)))
 
-    # --- what people see
+    # --- the job's page
 
     def _publish(self) -> None:
         now = workflow.now()

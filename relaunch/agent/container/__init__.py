@@ -1,1 +1,1 @@
-"""The agent within a container of ECS."""
+"""The agent inside an ECS container."""

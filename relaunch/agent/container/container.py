@@ -1,9 +1,9 @@
-"""The agent inside a rank's container: runs the ranks of one generation there, and ends as they end.
+"""The agent inside a rank's container: runs the ranks of one generation and exits as they exit.
 
     python3 <agent> container [--] COMMAND…
 
-The order is in RELAUNCH_ORDER; without one the command is run as if the agent were not there. Who starts and stops the container is
-another's matter, so nothing here fences or waits for a watcher.
+The order is in RELAUNCH_ORDER; without it the command is executed as if there were no agent.
+Another component starts and stops the container, so nothing here fences or waits for a watcher.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from relaunch.agent.protocol import VERSION, Fields, Json, Refused
 from relaunch.agent.state import JobState, open_state
 
 STATE = "/var/tmp/relaunch"
-"""The state folder, unless RELAUNCH_AGENT_STATE says another: it lives and dies with the container."""
+"""The state folder, unless RELAUNCH_AGENT_STATE names another; it is removed with the container."""
 NEVER = 1e9
-"""Seconds, of a lease that nobody renews: 30 years."""
+"""Seconds (30 years), for a lease that is never renewed."""
 LONGEST_GRACE = 25.0
-"""Seconds. ECS kills a container 30 s after it has asked it to go (ECS_CONTAINER_STOP_TIMEOUT), and the exits are to be told before."""
+"""Seconds. ECS kills a container 30 s after it has asked it to stop (ECS_CONTAINER_STOP_TIMEOUT),
+and the exits must be reported before that."""
 STUCK_AFTER = 3.0
 VALID_FOR = 60.0
 LINGER = 3.0
-"""Seconds that the end waits for somebody to be told: a watcher that lost its connection is back within two."""
+"""Seconds that the exit waits until a watcher has received the end: a watcher that lost its
+connection reconnects within two."""
 DRAINED_WITHIN = 5.0
 BEAT = 3600.0
-"""Of our own watch, which waits for exits only."""
+"""Heartbeat interval of the container's own watch, in seconds; it only waits for exits."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 MISUSED, NOT_RUN, NOT_FOUND, KILLED, ASKED_TO_GO = 2, 126, 127, 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
@@ -50,7 +52,8 @@ def main(arguments: List[str]) -> int:
     order = os.environ.get("RELAUNCH_ORDER")
     if order is None:
         return _execute(command)
-    # Until somebody listens: the kernel throws away what a first process has no handler for.
+    # Blocked until handlers are installed: the kernel discards signals to a container's first
+    # process that it has no handler for.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
     def work() -> int:
@@ -76,7 +79,7 @@ def _execute(command: List[str]) -> int:
 
 
 def _first_process(work: Callable[[], int]) -> int:
-    """Reap what nobody else does and pass signals on, as the first process of a container has to; a child works."""
+    """Run `work` in a child; as a container's first process, reap orphans and forward signals."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -105,7 +108,7 @@ class _Container:
         self.watch: Optional[Child] = None
         self.seen = 0
         self.exited: Dict[int, int] = {}
-        """Exit codes by rank, in their order; -1: we stopped it."""
+        """Exit codes by rank, in the order of the exits; -1: we stopped it."""
         self.lost = False
         self.copier = 0
         self.drain = -1
@@ -114,7 +117,7 @@ class _Container:
         self.woken, self.waking = os.pipe()
         self.asked_to_go = False
         self.until: Optional[float] = None
-        """When it goes, told or not."""
+        """CLOCK_MONOTONIC, when the container exits even if no watcher has received the end."""
 
     def run(self, text: str) -> int:
         for handle in (self.woken, self.waking):
@@ -260,7 +263,7 @@ class _Container:
                 self.copier = 0
 
     def _stop(self) -> None:
-        """Have the ranks gone and their keeper with them: those who watch are then told that this is the end."""
+        """Stop the ranks and their shim; watchers then receive the end of the watch."""
         answer = self._ask("stop", stop_grace=self.grace, stuck_after=STUCK_AFTER)
         if answer is None or answer["outcome"] != "done":
             _say(f"the ranks could not be stopped: {answer['reason'] if answer else 'no answer'}")
@@ -278,7 +281,7 @@ class _Container:
                 self._observed(value["observation"])
         if self.until is None and (self.lost or len(self.exited) == len(self.ranks)):
             self._over()
-        elif not data:  # it said the end, or somebody killed it
+        elif not data:  # the watch sent its end, or was killed
             watch.close()
             os.close(watch.from_child)
             self.watch = None if self.until is not None else self._begin("watch", after_seq=self.seen, heartbeat=BEAT)
@@ -296,11 +299,11 @@ class _Container:
             self._stop()
         self._drain()
         if self.until is None:
-            # Whoever asked it to go waits for that, and knows why it went.
+            # The sender of SIGTERM waits for the exit, and knows its reason.
             lingers = self.door is not None and self.door.listener is not None and not self.asked_to_go
             self.until = time.monotonic() + (LINGER if lingers else 0.0)
 
-    # --- what they print
+    # --- the output of the ranks
 
     def _copy(self) -> None:
         order = (self.token["submission"], self.token["generation"])
@@ -317,7 +320,7 @@ class _Container:
             processes.close_all_but([over])
             stdout.copied(logs, over)
 
-        # A process of its own: a log driver that blocks is not to keep anybody from anything else.
+        # A separate process: a log driver that blocks must not block anything else.
         self.copier = processes.fork(copy)
         os.close(over)
 
@@ -331,7 +334,7 @@ class _Container:
 
 
 def _kept() -> Dict[str, str]:
-    """The variables of the container that ranks would lose as those of another agent."""
+    """Return variables of the container that ranks would lose as those of another agent."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,6 +1,7 @@
-"""The port of an agent inside a container: whoever has its key may look on, and nobody can order anything.
+"""The port of an agent inside a container: clients with its key can read, and no client can order.
 
-What goes over it is authenticated, each line, and cannot be repeated. It is NOT encrypted: who can read the network reads it.
+Each line is authenticated and cannot be replayed. Traffic is NOT encrypted: everyone who can read
+the network can read it.
 """
 
 from __future__ import annotations
@@ -28,23 +29,25 @@ from relaunch.agent.session import Session
 
 TELLS = ("watch", "list", "logs", "stacks", "probe")
 LEAST_KEY = 16
-"""Characters: who hears one handshake can try keys against it at leisure."""
+"""Minimum length of the key in characters: an observer of one handshake can try keys against it
+offline."""
 GREETED_WITHIN = 5.0
 LONGEST_GREETING = 1024
 LONGEST_ORDER = 64 * 1024
-"""A watch and a reading of logs are some hundred bytes, with the offsets of a thousand ranks some thousand."""
+"""Bytes. A watch or a read of logs has some hundred bytes, and some thousand with the offsets of a
+thousand ranks."""
 TAKEN_WITHIN = 60.0
-"""Seconds that a watcher may be away before its connection is given up: as long as a lease."""
+"""Seconds that a watcher may be unreachable before its connection is closed: as long as a lease."""
 DELIVERED_WITHIN = 1.0
 LISTEN_AGAIN = 5.0
 CONNECTIONS = 16
-"""At once; a controller has one."""
+"""Maximum number of concurrent connections; a controller has one."""
 _NONCE = re.compile("[0-9a-f]{64}")
 _END = re.compile(rb'\{"id":[^,]{1,40},"line":\{"end"')
 
 
 class AuthenticationError(Exception):
-    """What came is not of whoever has the key, or not in its turn."""
+    """Received data that is not from an owner of the key, or is out of sequence."""
 
 
 def mac(key: bytes, text: bytes) -> str:
@@ -52,7 +55,7 @@ def mac(key: bytes, text: bytes) -> str:
 
 
 class Sealed:
-    """The lines of one direction of one connection."""
+    """The authenticated lines of one direction of one connection."""
 
     def __init__(self, key: bytes, direction: str) -> None:
         self.key = key
@@ -75,7 +78,7 @@ class Sealed:
 
 def _listen(port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # A container that ended a moment ago had the same port.
+    # A container that ended a moment ago may have used the same port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("0.0.0.0", port))
@@ -88,10 +91,15 @@ def _listen(port: int) -> socket.socket:
 
 
 class Listener:
-    """The listening side, and a process for each that comes."""
+    """The listening socket, and one process for each connection."""
 
     def __init__(self, number: int, key: str, state: Path, told: int, say: Callable[[str], None]) -> None:
-        """`told`: see `serve`. `say`: to whoever reads what the container prints."""
+        """Make a listener for a port and a key.
+
+        Args:
+            told: See `serve`.
+            say: Prints a line to the output of the container.
+        """
         self.number = number
         self.key = key.strip().encode()
         self.state = state
@@ -99,7 +107,7 @@ class Listener:
         self.say = say
         self.listener: Optional[socket.socket] = None
         self.again_at: Optional[float] = 0.0
-        """CLOCK_MONOTONIC, when `open` is worth another call; None: never."""
+        """CLOCK_MONOTONIC, when `open` should be called again; None: never."""
         self.complained = False
         self.connections: List[int] = []
 
@@ -123,7 +131,7 @@ class Listener:
         assert self.listener is not None
         try:
             connection, _ = self.listener.accept()
-        except OSError:  # it hung up before we came to it
+        except OSError:  # the client disconnected before it was accepted
             return
         with connection:
             connection.setblocking(True)
@@ -153,7 +161,7 @@ def greet(connection: socket.socket, key: bytes) -> bytes:
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Read to a line's end and not beyond: what follows is sealed."""
+    """Read to the end of a line and not beyond: what follows is authenticated."""
     until = time.monotonic() + GREETED_WITHIN
     heard = b""
     while not heard.endswith(b"\n"):
@@ -167,7 +175,7 @@ def _first_line(connection: socket.socket) -> bytes:
 
 
 def serve(state: Path, connection: socket.socket, key: bytes, told: int, parent: int) -> None:
-    """Be the process of one connection. `told` gets a byte when somebody has been told the end."""
+    """Run the process of one connection; write a byte to `told` when the end was delivered."""
     signal.set_wakeup_fd(-1)
     processes.reset_signals()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -180,12 +188,13 @@ def serve(state: Path, connection: socket.socket, key: bytes, told: int, parent:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKEN_WITHIN * 1000))
         _Relay(state, connection, own, told).run()
-    except (AuthenticationError, OSError, RecursionError):  # a stranger, or somebody who went away: nothing is owed to either
+    except (AuthenticationError, OSError, RecursionError):
+        # a client without the key, or one that disconnected: it gets no answer
         pass
 
 
 class _Relay:
-    """Between a connection and an ordinary session, which is another process."""
+    """Relay between a connection and an ordinary session, which is a separate process."""
 
     def __init__(self, state: Path, connection: socket.socket, key: bytes, told: int) -> None:
         self.connection = connection
@@ -242,7 +251,8 @@ class _Relay:
                 raise AuthenticationError
             refusal = _refusal(value)
             if refusal is None:
-                # What was read, and not the bytes it was read from: nobody after us reads them another way.
+                # The parsed value is passed on, not the received bytes, so that no later reader can
+                # parse them differently.
                 write(self.orders, line(value))
                 continue
             for answer in ({"id": value.get("id"), "line": refusal}, {"id": value.get("id"), "exit": 0}):
@@ -251,7 +261,7 @@ class _Relay:
             raise AuthenticationError
 
     def _await_delivery(self) -> None:
-        """Wait until the other machine has what was sent: with the container its network may go."""
+        """Wait until the other machine has received all: the network may end with the container."""
         until = time.monotonic() + DELIVERED_WITHIN
         while time.monotonic() < until:
             (left,) = struct.unpack("i", fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))

@@ -1,4 +1,7 @@
-"""Copies what ranks print to stdout, where whoever collects the output of a container finds it. It follows files, and no process."""
+"""Copies the output of ranks to stdout, where log drivers collect a container's output.
+
+It follows the log files, not the processes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ AT_ONCE = 65536
 
 
 def copied(logs: Dict[int, Path], over: int) -> None:
-    """Copy what is appended to logs to stdout until the other end of `over` is closed; of several with the rank before each line."""
+    """Copy what is appended to logs to stdout, until the other end of `over` is closed.
+
+    With several logs, the rank precedes each line.
+    """
     offsets, rests = dict.fromkeys(logs, 0), dict.fromkeys(logs, b"")
     several = len(logs) > 1
     last = False
@@ -37,7 +43,7 @@ def copied(logs: Dict[int, Path], over: int) -> None:
                     write(1, data)
                     continue
                 *lines, rest = (rests[rank] + data).split(b"\n")
-                if len(rest) > AT_ONCE:  # no line at all: a progress bar, or bytes
+                if len(rest) > AT_ONCE:  # no line break, such as a progress bar or binary data
                     lines, rest = [*lines, rest], b""
                 rests[rank] = rest
                 write(1, b"".join(b"[rank %d] %s\n" % (rank, text) for text in lines))

@@ -1,9 +1,12 @@
-"""One command of the agent as a container task: its order is an argument, its answer lines on stdout, its end an exit code.
+"""Runs one command of the agent as a container task.
+
+The order is an argument, the answer is lines on stdout, the result is an exit code.
 
     python3 <agent> task probe '{"protocol": 1, …}'
 
-Exit code 0: it answered, and a diagnosis found nothing; 1: a diagnosis found a fault of the hardware; 3: nothing can be said; 2: misused.
-Whoever has the answer judges by that: the exit code is for those who cannot read logs.
+Exit codes: 0, it answered and a diagnosis found nothing; 1, a diagnosis found a hardware fault; 2,
+wrong usage; 3, inconclusive. A reader of the answer should judge by the answer: the exit code is
+for programs that cannot read logs.
 """
 
 from __future__ import annotations
@@ -21,17 +24,20 @@ from relaunch.agent.state import open_state
 
 KINDS = ("probe", "diagnose")
 HOST_STATE = "/var/tmp/relaunch"
-"""The state folder, unless RELAUNCH_AGENT_STATE says another: a folder of the host that the task mounts there. What lay in the container
-alone would be forgotten with it."""
+"""The state folder, unless RELAUNCH_AGENT_STATE names another: a folder of the host that the task
+mounts at this path. State in the container alone would be lost with it."""
 HEALTHY, FAULTY, MISUSED, INCONCLUSIVE = 0, 1, 2, 3
 ANSWER = "relaunch-answer"
 LONGEST = 200 * 1024
-"""Bytes of a whole answer: it becomes part of a workflow's history, where two megabytes are the end."""
+"""Bytes of a whole answer: it becomes part of a workflow's history, where the limit is two
+megabytes."""
 LINE = 12 * 1024
-"""Bytes of one line. Docker cuts lines of 16 KiB for most of its log drivers, CloudWatch Logs those of 256 KiB."""
+"""Bytes of one line. Docker splits lines at 16 KiB for most of its log drivers, CloudWatch Logs at
+256 KiB."""
 ROOTS = ("DCGM GPU Diagnostic", "DCGM Diagnostic", "iterations")
 SOFTWARE = "Deployment"
-"""DCGM's category of what is checked without touching the hardware. It fails for a setting such as persistence mode, too."""
+"""DCGM's category of checks that do not touch the hardware. It also fails because of settings such
+as persistence mode."""
 
 
 def main(arguments: List[str]) -> int:
@@ -51,15 +57,16 @@ def _carried_out(command: str, text: str) -> Optional[Json]:
     caller, ends_it = os.pipe()
 
     def end(number: int, frame: Any) -> None:
-        # As if its caller had gone: the tool is ended in good order before ECS kills all that is in the container.
+        # Same as when the caller disconnects: the tool is ended in order before ECS kills
+        # everything in the container.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.close(ends_it)
 
-    # A container's first process, which has no default way to end by SIGTERM.
+    # The first process of a container has no default action for SIGTERM.
     signal.signal(signal.SIGTERM, end)
     try:
         answer = COMMANDS[command](open_state(), _order(text), caller, 1)
-        assert isinstance(answer, dict)  # neither of these two becomes something else
+        assert isinstance(answer, dict)  # neither of these two commands returns a Becoming
         return answer
     except Refused as refused:
         return refused.answer
@@ -79,7 +86,7 @@ def _order(text: str) -> Fields:
 
 
 def told(answer: Json) -> Iterator[str]:
-    """Its lines; numbered, where it is more than one."""
+    """Yield the lines of the answer; numbered if there is more than one."""
     whole = _short_enough(answer)
     parts = [whole[start : start + LINE] for start in range(0, len(whole), LINE)]
     for number, part in enumerate(parts, 1):
@@ -87,7 +94,7 @@ def told(answer: Json) -> Iterator[str]:
 
 
 def _short_enough(answer: Json) -> str:
-    """The answer as one text: what a node may print without end is cut, and said to be."""
+    """Return the answer as text, shortened to `LONGEST`; parts that were cut are marked as cut."""
     text = _text(answer)
     if len(text) > LONGEST and "stdout" in answer:
         found = diagnosis(answer["stdout"])
@@ -120,18 +127,21 @@ def exit_code(command: str, answer: Json) -> int:
 
 
 def _contract(answer: Json) -> int:
-    """Judge a diagnosis as far as that goes without knowing DCGM's errors: what is neither passed nor broken is inconclusive."""
+    """Return the exit code of a diagnosis, without knowledge of DCGM's error codes.
+
+    A result that is neither passed nor a hardware failure is inconclusive.
+    """
     found = None if answer.get("cut") else diagnosis(answer.get("stdout", ""))
     results = [] if found is None else list(_results(found, ""))
     if any(status == "fail" and category != SOFTWARE for category, status in results):
         return FAULTY
-    # dcgmi ends with 226 for a GPU that is broken and for a setting alike.
+    # dcgmi exits with 226 both for a broken GPU and for a wrong setting.
     passed = answer.get("exit_code") == 0 and any(status == "pass" for _, status in results)
     return HEALTHY if passed and all(status != "fail" for _, status in results) else INCONCLUSIVE
 
 
 def diagnosis(stdout: str) -> Optional[Json]:
-    """The document that `dcgmi diag -j` printed; other lines may come before it."""
+    """Return the document that `dcgmi diag -j` printed; other lines may precede it."""
     start = stdout.find("{")
     while start >= 0:
         try:
@@ -146,7 +156,7 @@ def diagnosis(stdout: str) -> Optional[Json]:
 
 
 def _results(value: Any, category: str) -> Iterator[Any]:
-    """(category, status) of every result, wherever it stands: versions 3 and 4 nest them in different ways."""
+    """Yield (category, status) of every result at any depth: DCGM 3 and 4 nest differently."""
     if isinstance(value, dict):
         category = value["category"] if isinstance(value.get("category"), str) else category
         if isinstance(value.get("status"), str):

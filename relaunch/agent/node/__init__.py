@@ -1,1 +1,1 @@
-"""What is asked of a node, and done to it: examinations, GPUs, reboots."""
+"""Operations on the node itself: examinations, GPUs, reboots."""

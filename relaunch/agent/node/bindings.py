@@ -1,7 +1,8 @@
-"""NVIDIA's bindings for NVML, which are a module inside the zipapp, compiled once: unpacked where Python can keep the bytecode.
+"""Loads NVIDIA's NVML bindings from the zipapp, unpacked to where Python can cache the bytecode.
 
-To compile them is most of what a reading costs. Never imported from where somebody else may write; where no such folder can be had they
-come out of the zipapp, as slowly as ever.
+Compiling them takes most of the time of a reading. They are never imported from a folder that
+another user can write to; if there is no safe folder, they are imported from the zipapp, which is
+slower.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from typing import Any, Optional
 NAME = "pynvml"
 FILE = f"{NAME}.py"
 UNUSED_FOR = 30 * 24 * 3600
-"""Seconds without a reading after which those of another version are removed, as the zipapps themselves are."""
+"""Seconds without a reading after which another version's bindings are removed, like the zipapps
+themselves."""
 
 
 def load(state: Optional[str]) -> Any:
-    """Import the bindings. `state`: the node's folder, in which they are kept; None: they are kept nowhere."""
+    """Import the bindings.
+
+    Args:
+        state: The node's folder, in which they are cached; None: they are not cached.
+    """
     loader = globals().get("__loader__")
     if state is None or not isinstance(loader, zipimport.zipimporter):
         return import_module(NAME)
     try:
-        # To ask the importer where the module is would compile it.
+        # Asking the importer where the module is would compile it.
         folder = _unpacked(state, loader.get_data(os.path.join(loader.archive, FILE)))
         return import_module(NAME) if folder is None else _import_from(folder)
-    except (OSError, ImportError, EOFError, ValueError, TypeError):  # a full disk, or bytecode that a power loss has torn
+    except (OSError, ImportError, EOFError, ValueError, TypeError):
+        # a full disk, or bytecode torn by a power loss
         sys.modules.pop(NAME, None)
         return import_module(NAME)
 
@@ -37,7 +44,7 @@ def load(state: Optional[str]) -> Any:
 def _import_from(folder: str) -> Any:
     from importlib.util import module_from_spec, spec_from_file_location
 
-    # Whoever set these in our environment must not decide where bytecode is looked for.
+    # If these are set in our environment, they must not decide where bytecode is looked for.
     sys.dont_write_bytecode, sys.pycache_prefix = False, None
     spec = spec_from_file_location(NAME, os.path.join(folder, FILE))
     if spec is None or spec.loader is None:
@@ -49,7 +56,7 @@ def _import_from(folder: str) -> Any:
 
 
 def _unpacked(state: str, source: bytes) -> Optional[str]:
-    """Return the folder with exactly this source in it, or None where it would be one that others can write to."""
+    """Return the folder with exactly this source, or None if others could write to it."""
     place = os.path.join(state, NAME)
     try:
         os.mkdir(place, 0o700)
@@ -57,7 +64,7 @@ def _unpacked(state: str, source: bytes) -> Optional[str]:
         pass
     if not (_is_safe(state) and _is_safe(place)):
         return None
-    # Named after what is in it, which is compared besides.
+    # Named after its content, which is also compared.
     folder = os.path.join(place, f"{len(source)}-{zlib.crc32(source):08x}")
     if not _holds(folder, source):
         _unpack(place, folder, source)
@@ -79,7 +86,7 @@ def _holds(folder: str, source: bytes) -> bool:
 
 
 def _is_safe(path: str) -> bool:
-    """Whether only we can write there."""
+    """Return whether only this user can write there."""
     found = os.lstat(path)
     plain = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
     return plain and found.st_uid == os.geteuid() and not found.st_mode & 0o022
@@ -99,7 +106,8 @@ def _unpack(place: str, folder: str, source: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(source)
         os.rename(partial, folder)
-    except OSError:  # another reading was first, or the disk is full: who asks looks what is there
+    except OSError:
+        # another reading was first, or the disk is full: the caller checks what is there
         shutil.rmtree(partial, ignore_errors=True)
     for name in os.listdir(place):
         path = os.path.join(place, name)

@@ -1,6 +1,7 @@
-"""Who computes on this node's GPUs, of those whom NVML names: which of them are relaunch's own, and who the others are.
+"""Classifies the processes that NVML lists on this node's GPUs: relaunch's own, and foreign ones.
 
-The one place that tells them apart. It refuses nothing by itself: an order that wants free GPUs asks it, and the controller is told.
+No other module does this. Nothing is refused here unless asked: an order that needs free GPUs calls
+`refuse`, and the controller receives the classified list.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from relaunch.agent.protocol import Json, Refused, parse_token
 from relaunch.agent.state import Generation, JobState
 
 NAMED_WITHIN = 1.0
-"""Seconds for the names of users: they may come from a directory service that does not answer."""
+"""Seconds for resolving user names: a directory service may not answer."""
 LONGEST = 32
-"""Characters of a name: people are to recognise it, and 2,048 nodes' are kept together."""
+"""Characters of a name: enough for people to recognise it, while the names of 2,048 nodes are
+stored together."""
 
 
 def using(reading: Json, living_only: bool = False) -> List[Tuple[int, str]]:
-    """pid and bus id of each process that uses a GPU, as far as that could be read.
+    """Return pid and bus id of each process that uses a GPU, as far as that could be read.
 
     Args:
-        living_only: leave out pids that are not there, or only wait for SIGKILL to reach them: a reboot is their cure.
+        living_only: leave out pids that do not exist, or for which a SIGKILL is pending: only a
+            reboot ends those.
     """
     found = []
     for gpu in reading.get("gpus", ()):
@@ -37,7 +40,10 @@ def using(reading: Json, living_only: bool = False) -> List[Tuple[int, str]]:
 
 
 def describe(pids: List[int]) -> str:
-    """Name processes for people: pid, user and program of the first few. Arguments may hold secrets."""
+    """Name processes for people: pid, user and program of the first few, without arguments.
+
+    Arguments may hold secrets.
+    """
     few = pids[: hold.NAMED]
     found = tools.bounded(lambda: {str(pid): _who(pid) for pid in few}, NAMED_WITHIN) or {}
     named = []
@@ -55,7 +61,7 @@ def refuse(users: List[Tuple[int, str]]) -> None:
 
 
 def told(state: Path, reading: Json) -> Json:
-    """The reading, with whether each process is ours, and who it is where it is not."""
+    """Return the reading with `ours` for each process, and user and program if it is foreign."""
     pids = sorted({each["pid"] for gpu in reading.get("gpus", ()) for each in _listed(gpu)})
     if not pids:
         return reading
@@ -78,20 +84,24 @@ def _listed(gpu: Json) -> List[Json]:
 
 
 def ours(state: Path, pids: List[int]) -> List[int]:
-    """Which of these are ranks of a generation whose keeper lives, or tools that we run. What a dead keeper left is a stranger's."""
+    """Return which of these pids are ranks of a generation whose shim lives, or tools that we run.
+
+    Processes that a dead shim left behind count as foreign.
+    """
     ranks = _ranks(state)
     return [pid for pid in pids if _is_ours(state, pid, ranks)]
 
 
 def _ranks(state: Path) -> Dict[int, int]:
-    """pid and start time of the ranks whose keepers live."""
+    """Return pid and start time of the ranks whose shims live."""
     folder = state / "jobs"
     found: Dict[int, int] = {}
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         job = JobState(state, "", "")
         job.path = entry
         for generation in job.generations()[-1:]:
-            if _keeps(generation) and generation.groups:  # else the node has rebooted, and the pids mean nothing
+            if _keeps(generation) and generation.groups:
+                # otherwise the node has rebooted, and the pids mean nothing
                 found.update(generation.groups)
                 found.update(generation.launched.values())
     return found
@@ -105,7 +115,8 @@ def _is_ours(state: Path, pid: int, ranks: Dict[int, int]) -> bool:
     process = processes.look(pid)
     if process is None:
         return False
-    for leader in (process.group, process.session):  # it may have written over its environment
+    for leader in (process.group, process.session):
+        # the process may have overwritten its environment
         known = ranks.get(leader)
         if known is not None and process.started >= known:
             present = processes.look(leader)
@@ -120,7 +131,7 @@ def _is_ours(state: Path, pid: int, ranks: Dict[int, int]) -> bool:
     token = parse_token(variables.get("RELAUNCH_TOKEN", ""))
     if token is None or not (place == str(state) or _is_own(place)):
         return False
-    # Nodes may share a machine, and then its GPUs: a rank of another one is no stranger to this one.
+    # Nodes may share a machine, and then its GPUs: a rank of another such node is not foreign.
     return _keeps(JobState.of(Path(place), token).generation(token.order))
 
 
@@ -135,7 +146,7 @@ def _environment(pid: int) -> Dict[str, str]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             text = file.read().decode(errors="replace")
-    except OSError:  # gone meanwhile, or another user's
+    except OSError:  # it has ended, or belongs to another user
         return {}
     return dict(variable.split("=", 1) for variable in text.split("\0") if "=" in variable)
 
@@ -156,7 +167,7 @@ def _user(pid: int) -> Any:
 
 
 def _program(pid: int) -> Optional[str]:
-    """The name of what it runs, without its arguments: those may hold secrets."""
+    """Return the name of the program without its arguments, which may hold secrets."""
     for name in ("cmdline", "comm"):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:

@@ -1,4 +1,4 @@
-"""What NVML says of this node's GPUs, asked in a process of its own: a driver that hangs takes that process and no other."""
+"""Reads this node's GPUs through NVML in a separate process: only that can hang in the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from relaunch.agent.loop import parse
 from relaunch.agent.protocol import Json
 
 WITHIN = 10.0
-"""Seconds. Without persistence mode the driver initialises every GPU first: seconds on a node of eight."""
+"""Seconds. Without persistence mode the driver initialises every GPU first: seconds on a node with
+eight."""
 
 
 def read(state: Path, within: float = WITHIN, inventory_only: bool = False) -> Json:

@@ -1,6 +1,7 @@
-"""The node-wide guard: who examines or repairs this node has it alone, and ranks are launched only while nobody does.
+"""The node-wide lock: an examination or a repair holds the node exclusively, launches share it.
 
-A flock, so that a holder that dies lets go by itself; what its dead holder left running is ended by whoever comes next.
+It is a flock, so that the kernel releases it when the holder dies; processes that a dead holder
+left running are ended by the next holder.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from relaunch.agent.ranks import journal
 from relaunch.agent.state import Generation, JobState, read_json, write_json
 
 PATIENCE = 2.0
-"""Seconds to wait for the hold: longer than a killed holder needs to go, shorter than any caller waits for an answer."""
+"""Seconds to wait for the hold: longer than a killed holder needs to exit, shorter than any caller
+waits for an answer."""
 HELD = "held.json"
 LAUNCHED_LAST = "fleet.json"
 SERVER_DIGITS = 8
-"""Of a server's id, in a sentence."""
+"""Characters of a server's id in a message."""
 NAMED = 8
-"""Pids that a sentence names."""
+"""Maximum number of pids in a message."""
 
 _DOING = {
     "diagnose": "this node is being examined",
@@ -40,7 +42,8 @@ def _open(state: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o1600)
     except OSError as error:
         try:
-            return os.open(path, os.O_RDONLY)  # a disk that became read-only is a reason to repair, not an obstacle
+            # a disk that became read-only is a reason to repair, not an obstacle
+            return os.open(path, os.O_RDONLY)
         except OSError:
             raise Refused("cannot_start", f"{path} cannot be opened: {error.strerror}") from error
 
@@ -60,7 +63,10 @@ def _locked(state: Path, how: int) -> Optional[int]:
 
 
 def held(state: Path) -> Optional[Json]:
-    """Who holds this node. Asks the lock: what is written of a holder that died counts for nothing."""
+    """Return the holder of this node, or None.
+
+    The lock decides: the record of a holder that died is ignored.
+    """
     if not (state / "node.lock").exists():
         return None
     handle = _open(state)
@@ -89,7 +95,7 @@ def _refusal(state: Path, fleet: str) -> Refused:
 
 @contextmanager
 def shared(state: Path, fleet: str = "") -> Iterator[None]:
-    """Hold the node together with other launches; refuse while it is examined, repaired or about to go down."""
+    """Share the node with other launches; refuse during examinations, repairs and reboots."""
     handle = _locked(state, fcntl.LOCK_SH)
     if handle is None:
         raise _refusal(state, fleet)
@@ -107,7 +113,7 @@ def shared(state: Path, fleet: str = "") -> Iterator[None]:
 
 @contextmanager
 def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[int]]:
-    """Hold the node alone; gives the pids of an earlier holder's programs that do not die."""
+    """Hold the node exclusively; yield the pids of an earlier holder's programs that do not die."""
     handle = _locked(state, fcntl.LOCK_EX)
     if handle is None:
         raise _refusal(state, fleet)
@@ -116,7 +122,8 @@ def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[i
         if not left:
             try:
                 write_json(state / HELD, {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": now()}, durable=False)
-            except OSError:  # it is for people and for the sweep; a full disk must not be in the way of a repair
+            except OSError:
+                # it serves messages and the sweep; a full disk must not prevent a repair
                 pass
         yield left
     finally:
@@ -126,7 +133,10 @@ def exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[i
 
 
 def _clear(state: Path) -> List[int]:
-    """End what a holder that was killed left running; a holder that ended by itself left nothing, and no file."""
+    """End what a killed holder left running; return what does not die.
+
+    A holder that ended normally left neither processes nor a file.
+    """
     if not (state / HELD).exists():
         return []
     left = tools.sweep(state)
@@ -142,19 +152,21 @@ def _forget(state: Path) -> None:
         pass
 
 
-# --- who lives here -------------------------------------------------------------------------------------------------------
+# --- living jobs ----------------------------------------------------------------------------------
 
 
 def _may_run(generation: Generation) -> bool:
-    """Whether the keeper has ranks, or may yet start some."""
-    if generation.given is None or not generation.keeper_lives():  # to ask for a lock that a launch is about to take would take it
+    """Return whether the shim has ranks, or may still start some."""
+    # `given` is checked first: testing a lock that a launch is about to take would take it.
+    if generation.given is None or not generation.keeper_lives():
         return False
     launch = generation.started
     if launch is None or (launch["pids"] is None and not launch.get("refused")):
         return True
     if len(journal.exited(journal.read(generation.journal))) < len(generation.pids):
         return True
-    identity = generation.identity("keeper")  # what ranks have started may outlive them: by sudo it is another user's
+    # what ranks have started may outlive them: with sudo it belongs to another user
+    identity = generation.identity("keeper")
     keeper = processes.look(identity[0]) if identity is not None else None
     if identity is None or keeper is None or keeper.started != identity[1]:
         return False
@@ -163,10 +175,10 @@ def _may_run(generation: Generation) -> bool:
 
 
 def living(state: Path, doomed_too: bool = True) -> Tuple[List[Json], List[int]]:
-    """Generations that have ranks here or are about to, and the pids of all that carries a token.
+    """Return the generations with ranks here or about to start, and the pids with a token.
 
     Args:
-        doomed_too: count what SIGKILL has been sent to already.
+        doomed_too: include processes for which a SIGKILL is already pending.
     """
     found: Dict[Token, None] = {}
     groups: Dict[int, int] = {}
@@ -211,7 +223,10 @@ def _token_of(pid: int) -> Optional[Token]:
 
 
 def doomed(pid: int) -> bool:
-    """Whether SIGKILL waits for this process to leave the kernel: stuck in a driver, it holds a node that needs a reboot."""
+    """Return whether a SIGKILL is pending for this process.
+
+    Such a process is stuck in a driver, and its node needs a reboot.
+    """
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -227,7 +242,7 @@ def doomed(pid: int) -> bool:
 
 
 def kill_pending(status: str) -> bool:
-    """Read /proc/<pid>/status."""
+    """Return whether the text of a /proc/<pid>/status has SIGKILL pending."""
     pending = 0
     for text in status.splitlines():
         name, _, value = text.partition(":")
@@ -248,16 +263,22 @@ def refuse_if_busy(state: Path, doomed_too: bool = True, fleet: str = "") -> Non
     raise Refused("busy", f"{names} runs on this node{few}", jobs=jobs, pids=pids)
 
 
-# --- one address in two fleets --------------------------------------------------------------------------------------------
+# --- one address in two fleets --------------------------------------------------------------------
 
 
 def is_other(fleet: str, mine: str) -> bool:
-    """Whether these are two fleets. Orders of before fleets were told name none, and are in nobody's way."""
+    """Return whether these are two different fleets.
+
+    Orders of controllers from before the field existed name none, and conflict with no fleet.
+    """
     return bool(fleet and mine and fleet != mine)
 
 
 def _named(other: str, mine: str) -> str:
-    """Name the other fleet as a person of `mine` has to: by its namespace, and by its server, where those are others."""
+    """Name the other fleet for people of fleet `mine`.
+
+    The namespace and the server are included if they differ.
+    """
     scope, _, name = other.rpartition("/")
     own_scope = mine.rpartition("/")[0]
     if scope == own_scope:
@@ -275,7 +296,10 @@ def _lives_here(row: Json, mine: str, few: str = "", **more: Any) -> Refused:
 
 @contextmanager
 def of_one_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
-    """Let one launch at a time look who lives here and then be seen itself: of two fleets that come at once, one is the second."""
+    """Admit one launch at a time to check for other fleets and record its own.
+
+    If two fleets launch at the same time, the second one sees the first.
+    """
     handle = os.open(state / "fleet.lock", os.O_RDWR | os.O_CREAT, 0o1600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # held for a few small reads and writes
@@ -292,14 +316,16 @@ def _last(state: Path) -> str:
 
 
 def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
-    """Refuse while ranks of another fleet live here, or may yet be started.
+    """Refuse while ranks of another fleet live here, or may still be started.
 
     Args:
-        state: The node's.
-        fleet: Whose launch this is.
-        but: The folder of its own job, whose earlier submission may have been another fleet's: that one is stopped in any case.
+        state: The node's state folder.
+        fleet: The fleet that launches.
+        but: The folder of the job to launch; an earlier submission of it may have belonged to
+            another fleet, and is stopped in any case.
     """
-    # While that was the last one to launch here, nobody else's ranks can live here: a look at all jobs of a year would delay each launch.
+    # If this fleet launched here last, ranks of no other fleet can live here. Examining all jobs of
+    # a year would delay each launch.
     if not fleet or _last(state) == fleet:
         return
     folder = state / "jobs"

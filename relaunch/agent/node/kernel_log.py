@@ -1,6 +1,7 @@
-"""What the node's kernel said since a generation was prepared, as far as it is evidence: an Xid, the OOM killer, a lost link.
+"""Reads evidence from the node's kernel log since a generation was prepared.
 
-Judges nothing, and waits for nothing: what cannot be read, or not in time, is said to be unreadable.
+Evidence is, for example, an Xid, the OOM killer or a lost link. The lines are not judged here, and
+nothing is waited for: what cannot be read, or not in time, is reported as unreadable.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from relaunch.agent.state import Generation, boot_id, read_json, write_json
 
 DEVICE = "/dev/kmsg"
 LINES = 20
-"""Newest first to keep. The first Xid of a fault and its echoes are a handful; sixteen ranks may each carry all of them."""
+"""Number of newest lines to keep. The first Xid of a fault and its echoes are a handful; each of
+sixteen ranks may carry all of them."""
 LINE = 400
-"""Characters. The longest Xid texts (NVLink) are about 250."""
+"""Characters of a line. The longest Xid texts (NVLink) have about 250."""
 PATIENCE = 0.05
-"""Seconds for /dev/kmsg, which gives one record a call: about 20,000 of them, more than most rings hold."""
+"""Seconds for reading /dev/kmsg, which returns one record per call: about 20,000 records, more than
+most rings hold."""
 TAIL = 1024 * 1024
-"""Bytes from the end of a file: some 10,000 lines, searched in a few milliseconds."""
+"""Bytes to read from the end of a file: some 10,000 lines, searched in a few milliseconds."""
 RECORD = 8192
-"""Bytes: more than the kernel gives at once."""
+"""Bytes: more than the kernel returns per read."""
 OVERWRITTEN = "the kernel overwrote messages before they were read"
 
 MARKS = (
@@ -60,7 +63,8 @@ MARKS = (
     " was lost",
     "blocked for more than",
 )
-"""Those of the controller's `relaunch/evidence/kernel_log.py`, which a test holds equal: a line without any of them is no evidence."""
+"""Equal to those of the controller's `relaunch/evidence/kernel_log.py`, as a test checks: a line
+without any of them is no evidence."""
 _MARKS = tuple(each.encode() for each in MARKS)
 _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
 
@@ -71,20 +75,25 @@ def _is_evidence(line: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where the log stood when the generation was prepared."""
+    """The position of the log when the generation was prepared."""
 
     path: str
     inode: int
     size: int
-    """Of a file; 0 where there was none yet."""
+    """Size of a file; 0 if it did not exist yet."""
     uptime: float
-    """CLOCK_MONOTONIC. The kernel stamps its messages with nearly that clock: they drift apart by seconds in weeks."""
+    """CLOCK_MONOTONIC. The kernel's timestamps use nearly that clock: the two drift apart by
+    seconds in weeks."""
     handle: int = -1
-    """The device, opened behind all that was in it: exact, but read only once, and only by a child of the keeper."""
+    """The device, opened and positioned behind its last record: exact, but it can be read only
+    once, and only by a child of the shim."""
 
 
 def mark() -> Mark:
-    """Note where the log stands. Reads nothing; a log that is not there or not ours is told of when it is to be read."""
+    """Record the position of the log without reading it.
+
+    A log that does not exist or may not be read is reported when it is to be read.
+    """
     path = os.environ.get("RELAUNCH_KERNEL_LOG") or DEVICE
     uptime = time.monotonic()
     try:
@@ -103,12 +112,15 @@ def mark() -> Mark:
 
 
 def written(since: Mark) -> Json:
-    """Return a mark as the launch has it, for those who have not inherited it."""
+    """Return a mark as JSON for the launch record, for processes that did not inherit it."""
     return {"path": since.path, "inode": since.inode, "size": since.size, "uptime": since.uptime}
 
 
 def asked_for(observations: Iterable[Json]) -> bool:
-    """Whether any of them tells of an end that the kernel may know more about: not of one that we, or success, brought."""
+    """Return whether the kernel log may explain any of these observations.
+
+    It does not for a rank that succeeded or that we stopped.
+    """
     return any(map(_rides_with, observations))
 
 
@@ -119,7 +131,7 @@ def _rides_with(seen: Json) -> bool:
 
 
 def told(observation: Json, reading: Json | None) -> Json:
-    """Add the reading to an observation that it may explain, and none to other ends of ranks."""
+    """Add the reading to an observation it may explain, and an empty one to other rank exits."""
     if _rides_with(observation) and reading is not None:
         return {**observation, **reading}
     if observation["kind"] == "RankExited":
@@ -128,11 +140,12 @@ def told(observation: Json, reading: Json | None) -> Json:
 
 
 def reading_of(generation: Generation, since: Mark | None) -> Json:
-    """Return what the kernel said, read once and kept: however often and by whomever it is told, it is the same.
+    """Return the kernel log lines of a generation: read once and stored, so that all reports agree.
 
     Args:
-        generation: has failed, so that all its failures are of one moment: the rest is stopped by us.
-        since: the mark that the keeper made; None for a process that is not its child.
+        generation: has failed, so all its failures date from one moment: the other ranks are
+            stopped by us.
+        since: the mark that the shim made; None in a process that is not its child.
     """
     path = generation.path / "kernel.json"
     kept = read_json(path)
@@ -142,13 +155,17 @@ def reading_of(generation: Generation, since: Mark | None) -> Json:
     reach_failpoint(generation.state, "kernel.read")
     try:
         write_json(path, reading, durable=False)
-    except OSError:  # a full disk, say: whoever asks next reads again, and the observation goes out all the same
+    except OSError:
+        # for example a full disk: the next caller reads again, and the observation is sent anyway
         pass
     return reading
 
 
 def _alone(generation: Generation, since: Mark) -> Mark:
-    """Leave out the handle where a supervisor that died may have read from it: what it read does not come again."""
+    """Drop the handle if a supervisor that died may have read from it.
+
+    Records that it has read do not come again.
+    """
     if since.handle < 0:
         return since
     try:
@@ -170,13 +187,14 @@ def _read_unmarked(generation: Generation) -> Json:
 
 
 def read(since: Mark, most: int = LINES, patience: float = PATIENCE) -> Json:
-    """Return the newest lines since then that are evidence, the oldest first, and why there may be others."""
+    """Return the newest evidence since the mark, oldest first, and why lines may be missing."""
     try:
         if since.handle >= 0 or stat.S_ISCHR(os.stat(since.path).st_mode):
             return _read_device(since, most, patience)
         return _read_file(since, most)
     except OSError as error:
-        # EPERM is the kernel's own check; without the right to the device as a file it is EACCES.
+        # EPERM is the kernel's own check; without permission on the device file the error is
+        # EACCES.
         restricted = " (kernel.dmesg_restrict)" if error.errno == errno.EPERM else ""
         why = "permission denied" if isinstance(error, PermissionError) else str(error.strerror).lower()
         return _unreadable(f"{why}: {since.path}{restricted}")
@@ -193,9 +211,9 @@ def _read_device(since: Mark, most: int, patience: float) -> Json:
 
 
 def read_records(handle: int, path: str, uptime: float = 0.0, most: int = LINES, patience: float = PATIENCE) -> Json:
-    """Read on to the last record. One is `priority,sequence,microseconds,flags;message`, then lines that we leave out.
+    """Read up to the last record, from any writer: fault injection also writes into the device.
 
-    Whoever wrote it: those who inject a fault to see what happens write into the device too.
+    A record is `priority,sequence,microseconds,flags;message`, followed by lines that are left out.
     """
     found: deque[str] = deque(maxlen=most)
     lost = None
@@ -205,7 +223,8 @@ def read_records(handle: int, path: str, uptime: float = 0.0, most: int = LINES,
             record = os.read(handle, RECORD)
         except BlockingIOError:
             break
-        except BrokenPipeError:  # the ring has come round; the next read goes on with the oldest that is left
+        except BrokenPipeError:
+            # the ring has wrapped; the next read continues with the oldest record left
             lost = OVERWRITTEN
             continue
         if not record:
@@ -224,13 +243,13 @@ def _read_file(since: Mark, most: int) -> Json:
     handle = os.open(since.path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         now = os.fstat(handle)
-        # Another file, or one that was cut, was begun after the mark: all of it is new.
+        # Another file, or a truncated one, was begun after the mark: all of it is new.
         begin = since.size if now.st_ino == since.inode and now.st_size >= since.size else 0
         start = max(begin, now.st_size - TAIL)
         data = os.pread(handle, min(TAIL, now.st_size - start), start)
     finally:
         os.close(handle)
-    # What stands before the first line's end may be cut.
+    # The text before the first line break may be cut.
     first = data.find(b"\n") + 1 if start > begin else 0
     found = [_text(line) for line in _lines_with_marks(data, first, most)]
     part = start > begin and len(found) < most
@@ -239,7 +258,11 @@ def _read_file(since: Mark, most: int) -> Json:
 
 
 def _lines_with_marks(data: bytes, first: int, most: int) -> List[bytes]:
-    """The newest lines that are evidence. One search through all for each mark is ten times as fast as each line for all marks."""
+    """Return the newest lines that are evidence.
+
+    One search through all data for each mark is ten times as fast as testing each line for all
+    marks.
+    """
     begins = set()
     for each in _MARKS:
         at = data.rfind(each)
@@ -253,7 +276,7 @@ def _lines_with_marks(data: bytes, first: int, most: int) -> List[bytes]:
 
 
 def _text(line: bytes) -> str:
-    """Printable ASCII, so that a character is a byte wherever it goes."""
+    """Return printable ASCII, so that each character is one byte everywhere."""
     return _CONTROL.sub(b" ", line[:LINE]).decode("ascii", "backslashreplace")[:LINE].strip(" ")
 
 

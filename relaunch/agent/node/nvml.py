@@ -1,6 +1,8 @@
-"""The process that asks NVML, and prints what it says in one line. It may hang in the driver or be killed by it; `gpus` runs it.
+"""The process that reads NVML and prints the result in one line; started by `gpus`.
 
-Judges nothing: each reading is a value or why there is none. It imports as little as it can: out of a zipapp all is compiled anew.
+It may hang in the driver or be killed by it. It does not judge: each reading is a value or the
+reason why there is none. It imports as little as possible, because modules in a zipapp are compiled
+at each start.
 """
 
 from __future__ import annotations
@@ -15,11 +17,16 @@ from relaunch.agent.node import bindings
 Json = Dict[str, Any]
 LIBRARY = "libnvidia-ml.so.1"
 INVENTORY = ("name", "memory", "processes")
-"""What a look at a node asks of each GPU. All else is for examinations, and takes dozens of calls into the driver."""
+"""Readings for a look at a node. All others are for examinations, and take dozens of calls into the
+driver."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Ask NVML and print one line. `inventory` as the first argument: only that; the second: the node's state folder."""
+    """Read NVML and print one line.
+
+    Args:
+        arguments: `inventory`, to read only that, or another word; then the node's state folder.
+    """
     said = _ask(INVENTORY if arguments[:1] == ["inventory"] else None, arguments[1] if len(arguments) > 1 else None)
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
@@ -40,7 +47,7 @@ Reading = Callable[[Any], Any]
 
 class Nvml:
     def __init__(self, nvml: Any, names: Optional[Sequence[str]] = None) -> None:
-        """`names`: of the readings that are wanted; None: all."""
+        """Make the readings in `names`; None: all."""
         self.nvml = nvml
         prefix = "NVML_ERROR_"
         self.words: Dict[int, str] = {getattr(nvml, name): name[len(prefix) :] for name in dir(nvml) if name.startswith(prefix)}
@@ -103,7 +110,7 @@ class Nvml:
         return found
 
     def _first_of(self, name: str, other: str, *arguments: Any) -> int:
-        """Ask by the name that newer, or older, libraries do not have."""
+        """Call `name`, or `other` if the library lacks it (newer and older libraries differ)."""
         try:
             return int(getattr(self.nvml, name)(*arguments))
         except self.nvml.NVMLError as error:
@@ -116,7 +123,11 @@ class Nvml:
         return {"total": memory.total, "used": memory.used}
 
     def _processes(self, gpu: Any) -> List[Json]:
-        """What computes here. Graphics is left out: a display server is in nobody's way until a reset, which says so."""
+        """Return the compute processes of a GPU.
+
+        Graphics processes are left out: a display server blocks nothing except a reset, which
+        reports it.
+        """
         listed = list(self.nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
         try:
             listed += self.nvml.nvmlDeviceGetMPSComputeRunningProcesses(gpu)
@@ -171,7 +182,7 @@ class Nvml:
 
 
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""Of nvmlValue_t, by nvmlValueType_t."""
+"""Members of nvmlValue_t, indexed by nvmlValueType_t."""
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,9 @@
-"""What a node is asked before it is trusted with ranks: its Python, folder and tools, what it lets us do as root, who gets through to it.
+"""Checks of a node before it is trusted with ranks.
 
-Changes nothing and judges nothing. `preflight` leaves a process that listens for a while: who logs in anew sees by it whether a logout ends
-what was started, and a neighbour whether it gets through. `meet` looks for both.
+They cover its Python, state folder and tools, what it permits us as root, and which peers can reach
+it. They change nothing and do not judge. `preflight` leaves a process that listens for a while:
+after a new login it shows whether a logout ends what was started, and a neighbour sees whether it
+can connect. `meet` checks both.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from relaunch.agent.ranks.peers import resolve
 from relaunch.agent.state import boot_id
 
 TOOL = 5.0
-"""Seconds. `nvidia-smi` initialises every GPU first where there is no persistence mode; a host engine that hangs takes for ever."""
+"""Seconds. `nvidia-smi` initialises every GPU first if there is no persistence mode; a hung host
+engine never answers."""
 STAY_MOST = 900.0
-"""Seconds after which what was left behind ends by itself in any case."""
+"""Seconds after which the process that was left behind ends in any case."""
 SPOKEN = 2.0
-"""Seconds for a line over a network that ranks shall train over."""
+"""Seconds for one line over the network that ranks will train over."""
 LOOK = 0.02
 SAMPLE = "00000000:00:00.0"
-"""A bus id to ask sudo about: nothing is reset."""
+"""A bus id for asking sudo for permission: nothing is reset."""
 SAID = 200
 CGROUP = "/proc/self/cgroup"
 
@@ -69,7 +72,7 @@ def _user() -> str:
 
 
 def _session() -> Optional[str]:
-    """The session of logind that this login is, whose end may be the end of all that was started in it."""
+    """Return the logind session of this login; its end may end everything started in it."""
     try:
         with open(CGROUP) as file:
             parts = [part for text in file for part in text.strip().split("/")]
@@ -79,7 +82,7 @@ def _session() -> Optional[str]:
 
 
 def _tried(words: List[str], until: float) -> Json:
-    """Run a tool that changes nothing, and tell how that ended."""
+    """Run a tool that changes nothing, and return how it ended."""
     path = shutil.which(words[0])
     if path is None:
         return {"missing": f"{words[0]} is not on this node's PATH"}
@@ -110,7 +113,7 @@ def _allowed_reset(until: float) -> Json:
 
 
 def _allowed(words: List[str], until: float) -> Json:
-    """Whether a command could be run, without running it: sudo is asked what its rules say."""
+    """Return whether a command could be run, without running it: sudo is asked for its rules."""
     sudo = words[:2] == ["sudo", "-n"]
     given = words[2:] if sudo else words
     answer: Json = {"command": " ".join(given), "sudo": sudo}
@@ -132,7 +135,7 @@ def _allowed(words: List[str], until: float) -> Json:
 
 
 def _leave(address: str, stay: float) -> Json:
-    """Listen where ranks would, in a process that no more hangs on this login than a keeper does."""
+    """Listen where ranks would, in a process that outlives this login if a shim would."""
     try:
         listener = hold_port(address)
         listener.listen(16)
@@ -175,12 +178,12 @@ def _stay(listener: socket.socket, word: str, stay: float) -> None:
             try:
                 caller.settimeout(SPOKEN)
                 caller.sendall(word.encode() + b"\n")
-            except OSError:  # whoever it was has gone
+            except OSError:  # the caller disconnected
                 continue
 
 
 def meet(state: Path, order: Fields) -> Json:
-    """Look whether what this node left behind is still there, and get through to what another one did."""
+    """Check whether the process that this node left behind lives, and connect to that of a peer."""
     wait, end = order.number("wait"), order.flag("end", False)
     answer: Json = {"outcome": "done", "boot_id": boot_id(state), "lives": None, "met": None}
     given = order.order.get("left")

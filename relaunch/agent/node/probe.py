@@ -1,6 +1,6 @@
-"""How this node is: boot, load, memory, disks, GPUs, kernel log, who lives here, who holds it, when it was rebooted.
+"""The state of this node: boot, load, memory, disks, GPUs, kernel log, jobs, holder, reboots.
 
-Changes nothing but a small file that it writes to see whether that can be done, and judges nothing.
+It changes nothing except a small file that it writes to test the disk, and does not judge.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ KERNEL_PATIENCE = 1.0
 DISK_PATIENCE = 5.0
 """Seconds for a small write to reach the disk: one that needs longer stalls every checkpoint."""
 SHARES = (0.5, 0.25)
-"""Of the time given: for NVML and for the disks, where less than their own patience is left. The rest never waits."""
+"""Shares of the given time for NVML and for the disks, if that is less than their own limits. The
+other checks never wait."""
 _TIMES = re.compile(r"(?:^|kernel: )\[ *(\d+\.\d+)\]")
-"""As `dmesg` and syslog print the seconds since boot."""
+"""Seconds since boot, as printed by `dmesg` and syslog."""
 
 
 def probe(state: Path, order: Fields) -> Json:
@@ -58,7 +59,7 @@ def _memory() -> Json:
 
 
 def _disks(state: Path, within: float) -> List[Json]:
-    """One row for each file system, the state folder's first."""
+    """Return one row for each file system, the state folder's first."""
     rows = []
     seen = set()
     for path in (state, Path("/"), Path("/dev/shm")):
@@ -94,7 +95,7 @@ def _disk(path: Path, writes: bool) -> Json:
 
 
 def _write(folder: Path) -> Optional[str]:
-    """Write a block through to the disk; return why that is not possible."""
+    """Write a block through to the disk; return why that failed."""
     path = folder / f".probe.{uuid.uuid4().hex}"
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -119,6 +120,6 @@ def _kernel(state: Path, since: Optional[float]) -> Json:
 
 
 def _since(lines: List[str], uptime: float) -> List[str]:
-    """Leave out what a file says was before. A line that has no time may be new."""
+    """Leave out lines of a file with an earlier timestamp; a line without one may be new."""
     timed: List[Tuple[Any, str]] = [(_TIMES.search(text), text) for text in lines]
     return [text for time_of, text in timed if time_of is None or float(time_of.group(1)) >= uptime]

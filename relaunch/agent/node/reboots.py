@@ -1,6 +1,6 @@
-"""Which reboots this node was given, in a journal that outlives them, and whether one is under way.
+"""The reboots ordered on this node, in a journal that survives them, and whether one is under way.
 
-Counts nothing: whether there were too many is for the controller.
+It does not count them: the controller decides whether there were too many.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ JOURNAL = "reboots.jsonl"
 UNDER_WAY = "rebooting.json"
 TENDED = "tended.json"
 NEWEST = 20
-"""Told of: a controller looks back over days, and a node that was rebooted that often in days is not rebooted any more."""
+"""Number of reboots that are reported: a controller looks back over days, and a node with that many
+reboots in days is not rebooted any more."""
 TAIL = 64 * 1024
 """Bytes from the journal's end: some hundred entries."""
 MAX_REASON = 300
 
 
 def under_way(state: Path) -> Optional[Json]:
-    """The reboot that was ordered on this boot: {"boot_id", "id", "ran": CLOCK_BOOTTIME | null}."""
+    """Return the reboot ordered on this boot: {"boot_id", "id", "ran": CLOCK_BOOTTIME | null}."""
     known = read_json(state / UNDER_WAY)
     return known if known is not None and known.get("boot_id") == boot_id(state) else None
 
@@ -43,7 +44,7 @@ def _entries(state: Path) -> List[Json]:
     for text in lines:
         try:
             entry = json.loads(text)
-        except ValueError:  # torn by a loss of power, or by where we began to read
+        except ValueError:  # torn by a power loss, or cut where reading began
             continue
         if not isinstance(entry, dict):
             continue
@@ -55,18 +56,19 @@ def _entries(state: Path) -> List[Json]:
 
 
 def newest(state: Path) -> List[Json]:
-    """The newest entries, the oldest of them first, without those whose command failed."""
+    """Return the newest entries, oldest first, without those whose command failed."""
     try:
         return _entries(state)[-NEWEST:]
-    except OSError:  # a journal that cannot be read cannot be written either, and then nothing is rebooted
+    except OSError:
+        # a journal that cannot be read cannot be written either, so no reboot is ordered
         return []
 
 
 def record(state: Path, id: str, reason: str) -> None:
-    """Write down, before it is done, that this boot is to end. The same order again is the same entry.
+    """Record that this boot is to end, before it is ended; a repeated order makes no second entry.
 
     Raises:
-        OSError: it cannot be written; then it must not be done.
+        OSError: it cannot be recorded; then the reboot must not be done.
     """
     boot = boot_id(state)
     if not any((entry["id"], entry["boot_id"]) == (id, boot) for entry in _entries(state)):
@@ -78,15 +80,16 @@ def record(state: Path, id: str, reason: str) -> None:
 
 
 def ran(state: Path, id: str) -> None:
-    """Note that the command has been run."""
+    """Record that the command has been run."""
     try:
         write_json(state / UNDER_WAY, {"boot_id": boot_id(state), "id": id, "ran": now()}, durable=False)
-    except OSError:  # it was run all the same; the same order again would run it again, on a boot that ends anyway
+    except OSError:
+        # it was run anyway; a repeated order would run it again, on a boot that ends in any case
         pass
 
 
 def withdraw(state: Path, id: str, reason: str) -> None:
-    """The command failed: the node goes on, and the entry does not count."""
+    """Cancel an entry whose command failed: the node runs on, and the entry does not count."""
     (state / UNDER_WAY).unlink()
     _append(state, {"id": id, "boot_id": boot_id(state), "undone": reason[:MAX_REASON], "at": time.time()})
 
@@ -106,18 +109,21 @@ def _append(state: Path, entry: Json) -> None:
 
 
 def tend(state: Path) -> None:
-    """Note where a kernel log that is a file stands: lines of before the repair, where they have no time, are not of after it."""
+    """Record the position of a kernel log that is a file, when a repair is ordered.
+
+    Lines from before the repair that have no timestamp then do not count as lines after it.
+    """
     mark = kernel_log.mark()
     if mark.handle >= 0:
         os.close(mark.handle)
     try:
         write_json(state / TENDED, {**kernel_log.written(mark), "boot_id": boot_id(state), "stamp": now()})
-    except OSError:  # then old lines count again, which makes nobody think that a node is healthy
+    except OSError:  # old lines then count again, which cannot make a node look healthy
         pass
 
 
 def tended(state: Path, path: str, since: Optional[float]) -> kernel_log.Mark:
-    """Where to begin to read the kernel log for what was said in the last `since` seconds (None: all that is there)."""
+    """Return where to start reading the kernel log for the last `since` seconds (None: all)."""
     uptime = 0.0 if since is None else max(0.0, time.monotonic() - since)
     known = read_json(state / TENDED)
     if known is not None and known["path"] == path:

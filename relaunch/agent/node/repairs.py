@@ -1,6 +1,7 @@
-"""The orders that touch a whole node: diagnose its GPUs, reset them, reboot it. Each alone on the node, and only while nobody trains there.
+"""Orders that affect a whole node: diagnose its GPUs, reset them, reboot it.
 
-Which of them when, and how often, is the controller's; what DCGM found is not read here.
+Each holds the node exclusively, and only while no ranks run there. The controller decides which of
+them are ordered, when, and how often; the findings of DCGM are not interpreted here.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from relaunch.agent.protocol import Fields, Json, NoAnswer, Refused, bad, now
 from relaunch.agent.state import boot_id
 
 REBOOT_NVML = 3.0
-"""Seconds. Whoever orders a reboot waits a few seconds for the answer, and a driver that hangs is a reason for it."""
+"""Seconds. The caller of a reboot waits a few seconds for the answer, and a hung driver is a reason
+for a reboot."""
 REBOOT_COMMAND = 15.0
-"""Seconds. `systemctl reboot` returns at once; where it asks and waits, nobody knows what it will do."""
+"""Seconds. `systemctl reboot` returns at once; if it asks and waits, the result is unknown."""
 ORDERED_LATELY = 60.0
-"""Seconds after the command in which the same reboot is not ordered again: services take that long to stop."""
+"""Seconds after the command in which the same reboot is not ordered again: services take that long
+to stop."""
 BUS_ID = re.compile("[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\\.[0-7]")
 
 
 def diagnose(state: Path, order: Fields, caller: int) -> Json:
-    """Run `dcgmi diag`. It ends with its caller: nobody else would read what it found, and who asks again must not find it held."""
+    """Run `dcgmi diag`; it is killed when the caller disconnects.
+
+    No other process would read its findings, and a caller that retries must not find the node held.
+    """
     id, level, fleet = order.text("id"), order.whole("level"), order.fleet()
     if level not in (1, 2, 3):
         bad("level", level, "1, 2 or 3")
@@ -63,7 +69,7 @@ def reset_gpus(state: Path, order: Fields) -> Json:
 
 
 def reboot(state: Path, order: Fields) -> Json:
-    """End this boot. A boot ends once, so an order that comes again for the same boot cannot be a second reboot."""
+    """End this boot. A repeated order for the same boot cannot cause a second reboot."""
     id, expected, reason, fleet = order.text("id"), order.text("boot_id"), order.text("reason"), order.fleet()
     command = reboot_command()
     with hold.exclusive(state, "reboot", id, fleet):
@@ -109,7 +115,7 @@ def _refuse_another_boot(state: Path, expected: str) -> None:
 
 
 def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> None:
-    """Refuse while ranks live here or anything computes on a GPU; where NVML cannot say so, the tool will."""
+    """Refuse while ranks live here or a GPU is in use; without NVML, the tool decides."""
     hold.refuse_if_busy(state, fleet=fleet)
     if left:
         raise Refused("busy", f"processes {left[: hold.NAMED]} of an examination that was killed do not die", pids=left)
@@ -136,12 +142,15 @@ def reboot_command() -> List[str]:
 
 
 def by_root() -> List[str]:
-    """What a command that needs root begins with. Only who runs the fleet says that sudo may be used, never the node."""
+    """Return the prefix of a command that needs root.
+
+    Only the fleet's operator can permit sudo, never the node.
+    """
     return ["sudo", "-n"] if os.geteuid() != 0 and os.environ.get("RELAUNCH_SUDO") == "1" else []
 
 
 def _order_reboot(words: List[str]) -> Optional[str]:
-    """Run the command; return why it failed."""
+    """Run the command; return why it failed, or None."""
     try:
         ran = tools.run(words, REBOOT_COMMAND)
     except OSError as error:

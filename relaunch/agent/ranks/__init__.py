@@ -1,1 +1,1 @@
-"""The ranks of a generation on one node: launched, kept, leased, watched, stopped."""
+"""Manage the ranks of a generation on one node: launch, supervise, lease, watch and stop them."""

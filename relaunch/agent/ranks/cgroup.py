@@ -1,7 +1,9 @@
-"""A control group (v2) for the ranks of one generation: it holds whatever they fork, however that changes itself.
+"""Manage the control group (cgroup v2) that holds the ranks of one generation.
 
-Used where one can be made below the agent's own, which is where the agent is root or systemd has delegated its group to it.
-Elsewhere there is none, and processes are found by descent, by group and by token alone.
+Everything that the ranks fork stays in this group, even after setsid or exec. The group is created
+below the agent's own group, which requires that the agent is root or that systemd has delegated
+its group to it. Otherwise no group is used, and processes are found only by parent process, by
+process group and by token.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ PREFIX = "relaunch-"
 
 
 def _find_own() -> Optional[Path]:
-    """Return the folder of this process's own control group, if version 2 is mounted here."""
+    """Return the folder of this process's control group, or None if cgroup v2 is not mounted."""
     try:
         with open("/proc/self/cgroup") as file:
             own = next((text[3:].rstrip("\n") for text in file if text.startswith("0::")), None)
@@ -34,7 +36,10 @@ def _find_own() -> Optional[Path]:
 
 
 def make(generation: Path) -> Optional[str]:
-    """Make a control group for a generation, given its folder; return its path, or None where that cannot be done."""
+    """Create a control group for the generation with this folder.
+
+    Return the path of the group, or None if it cannot be created or is not writable.
+    """
     own = _find_own()
     if own is None:
         return None
@@ -43,20 +48,24 @@ def make(generation: Path) -> Optional[str]:
     try:
         _remove_empty(own)
         folder.mkdir(exist_ok=True)
-    except OSError:  # not ours to change, or read-only
+    except OSError:  # no permission, or read-only
         return None
     return str(folder) if os.access(folder / "cgroup.procs", os.W_OK) else None
 
 
 def _remove_empty(own: Path) -> None:
-    """Remove what ended generations have left; a group that has processes cannot be removed, and one that is needed is made again."""
+    """Remove the empty groups that ended generations have left behind.
+
+    The kernel refuses to remove a group that has processes. A group that is still needed is created
+    again.
+    """
     for name in os.listdir(own):
         if name.startswith(PREFIX):
             remove(str(own / name))
 
 
 def remove(folder: str) -> None:
-    """Remove a control group, if it is empty."""
+    """Remove a control group if it is empty; otherwise do nothing."""
     try:
         os.rmdir(folder)
     except OSError:
@@ -64,7 +73,7 @@ def remove(folder: str) -> None:
 
 
 def move(folder: str, pids: Iterable[int]) -> None:
-    """Move processes into a control group; those that are gone are passed over."""
+    """Move processes into a control group, skipping those that have exited."""
     os.makedirs(folder, exist_ok=True)
     for pid in pids:
         try:
@@ -82,14 +91,14 @@ def _write(path: str, text: str) -> None:
 
 
 def members(folder: str) -> List[processes.Process]:
-    """Living processes of a control group and those below it."""
+    """Return the living processes in a control group and in the groups below it."""
     found = []
     for place, _, files in os.walk(folder):
         if "cgroup.procs" in files:
             try:
                 with open(f"{place}/cgroup.procs") as file:
                     pids = [int(text) for text in file]
-            except OSError:  # removed meanwhile
+            except OSError:  # the group was removed in the meantime
                 continue
             looked_at = map(processes.look, pids)
             found += [process for process in looked_at if process is not None and process.lives]
@@ -97,8 +106,11 @@ def members(folder: str) -> List[processes.Process]:
 
 
 def kill(folder: str) -> None:
-    """Send SIGKILL to all of a control group: the kernel does it whosever they are, one that is older than 5.14 has no way to."""
+    """Send SIGKILL to every process in a control group, whichever user owns it.
+
+    This uses cgroup.kill, which kernels older than 5.14 do not have; there it does nothing.
+    """
     try:
         _write(f"{folder}/cgroup.kill", "1")
-    except OSError:  # no such group, or no such file: its members are killed one by one
+    except OSError:  # no such group or file: the caller kills the members one by one
         return

@@ -1,6 +1,6 @@
-"""What a rank left behind: its error file and the end of its log.
+"""Collect what a rank left behind: its error file and the end of its log.
 
-Every reading is a value, or `unreadable` with a reason.
+An error file that cannot be read is reported as `unreadable`, with the reason.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from relaunch.agent.protocol import Json
 from relaunch.agent.state import Generation, read_json
 
 ERROR_LIMIT = 256 * 1024
-"""Bytes of an error file: deep tracebacks are tens of KiB."""
+"""Maximum size of an error file in bytes. Deep tracebacks are tens of KiB."""
 TAIL_LINES = 40
 TAIL_BYTES = 8 * 1024
 LAUNCHER_LINES, LAUNCHER_BYTES = 1000, 64 * 1024
-"""Of a launcher's log: it tells of every rank that failed, with a traceback, and of the first one last."""
+"""Limits for the tail of a launcher's log, in lines and in bytes.
+
+A launcher logs every rank that failed, with a traceback; the rank that failed first comes last.
+"""
 
 
 def read_error(path: Path) -> Json | None:
-    """Return the error file as the rank wrote it, None where it wrote none, or {"unreadable": why}."""
+    """Return the rank's error file, None if it wrote none, or {"unreadable": reason}."""
     try:
         with open(path, "rb") as file:
             data = file.read(ERROR_LIMIT + 1)
@@ -44,7 +47,7 @@ def read_error(path: Path) -> Json | None:
 
 
 def tail(path: Path, most_lines: int = TAIL_LINES, most_bytes: int = TAIL_BYTES) -> list[str]:
-    """Return the last lines of a log, as many as the bounds allow."""
+    """Return the last lines of a log, within the limits; an empty list if it cannot be read."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -54,12 +57,16 @@ def tail(path: Path, most_lines: int = TAIL_LINES, most_bytes: int = TAIL_BYTES)
         return []
     lines = data.decode(errors="replace").splitlines()
     if size > most_bytes and len(lines) > 1:
-        lines = lines[1:]  # the first one is cut
+        lines = lines[1:]  # the first line is incomplete
     return lines[-most_lines:]
 
 
 def told(generation: Generation, observation: Json, kernel: Json | None) -> Json:
-    """Add to a journaled exit what its rank wrote before it went, and what the kernel said of it."""
+    """Return a journaled observation with evidence added.
+
+    Every observation gets the kernel's messages about it. A `RankExited` also gets the rank's error
+    file and the tail of its log; if a launcher failed, those of the ranks below it as well.
+    """
     explained = kernel_log.told(observation, kernel)
     if observation["kind"] != "RankExited":
         return explained
@@ -68,7 +75,7 @@ def told(generation: Generation, observation: Json, kernel: Json | None) -> Json
     seen = {**explained, "error": read_error(generation.error(rank)), "log_tail": printed}
     if observation["stopped"] or observation["exit_code"] == 0 or not observation.get("launcher"):
         return seen
-    # A launcher failed: which of its ranks was the first it says in its own log, which holds nothing else.
+    # A launcher failed. Its own log, without output of the ranks, says which rank failed first.
     below = [
         {
             "rank": one,

@@ -1,7 +1,7 @@
-"""Finds keepers by what the kernel knows of them: what was removed from the state folder does not hide one.
+"""Find shims (keeper processes) through /proc, even if their state folder was removed.
 
-A keeper holds the lock of its generation open for as long as it lives, and the name of that file,
-also of a removed one, tells of which job and generation it is.
+A shim keeps the lock file of its generation open for as long as it lives. The path of that file,
+which /proc shows even after the file was removed, identifies the job and the generation.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from relaunch.agent import processes
 from relaunch.agent.folders import list_places
 
 NAMES = b"relaunch-"
-"""How the comm of a process of the agent begins."""
+"""Prefix of the comm (process name) of every process of the agent."""
 _LOCK = "keeper.lock"
 _REMOVED = " (deleted)"
 
 
 def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process]:
-    """Return the living keepers of a job, by (submission, generation).
+    """Return the living shims of a job, by (submission, generation).
 
     Args:
-        state: The state folder. A keeper that was started from another one of this node counts too.
-        key: Of the job: the name of its folder.
+        state: The state folder. A shim that was started from another state folder of this node
+            counts too.
+        key: The name of the job's folder.
     """
     places = list_places(str(state))
     jobs = {os.path.join(place, "jobs", key) for place in places}
@@ -33,14 +34,14 @@ def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Proce
         if pid == os.getpid() or not _is_of_the_agent(pid):
             continue
         held = [one for one in _list_held(pid) if os.path.basename(one[0]) == key]
-        # What was moved before it was removed has the name of the place that it was moved to.
+        # If a folder was moved before it was removed, the kernel reports the path it was moved to.
         moved = any(folder not in jobs for folder, _ in held) and _is_of_this_node(pid, places)
         orders = {order for folder, order in held if moved or folder in jobs}
         process = processes.look(pid) if orders else None
         if process is None or not process.lives:
             continue
         for order in orders:
-            # A rank that is forked and not executed yet holds what its keeper holds, and is younger.
+            # A rank between fork and exec has the same files open as its shim; it started later.
             known = found.get(order)
             if known is None or process.started < known.started:
                 found[order] = process
@@ -48,7 +49,7 @@ def find_keepers(state: Path, key: str) -> Dict[Tuple[int, int], processes.Proce
 
 
 def find_used_place(places: List[str]) -> Optional[str]:
-    """Return the state folder among these that a living keeper was started from."""
+    """Return the first of these state folders that a living shim was started from, or None."""
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
         for folder, _ in _list_held(pid) if _is_of_the_agent(pid) else ():
             place = os.path.dirname(os.path.dirname(folder))
@@ -66,7 +67,11 @@ def _is_of_the_agent(pid: int) -> bool:
 
 
 def _is_of_this_node(pid: int, places: List[str]) -> bool:
-    """Return whether a process was started with the state folder in its environment, or with none where ours is the default."""
+    """Return whether a process was started with one of these state folders.
+
+    Reads RELAUNCH_AGENT_STATE in the environment of the process. If the variable is not set, the
+    process uses the default folder, and matches only if ours is the default too.
+    """
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
@@ -76,16 +81,16 @@ def _is_of_this_node(pid: int, places: List[str]) -> bool:
     given = [os.fsdecode(variable[len(prefix) :]) for variable in variables if variable.startswith(prefix)]
     if not given:
         return len(places) > 1
-    # A relative path cannot be compared: it was relative to the working folder of the other process.
+    # A relative path cannot be compared: it is relative to the other process's working directory.
     return os.path.isabs(given[0]) and os.path.realpath(given[0]) in places
 
 
 def _list_held(pid: int) -> List[Tuple[str, Tuple[int, int]]]:
-    """Return (folder of the job, order) of each keeper.lock that a process has open."""
+    """Return (job folder, (submission, generation)) for each keeper.lock a process has open."""
     held = []
     try:
         handles = os.listdir(f"/proc/{pid}/fd")
-    except OSError:  # it ended, or is another user's
+    except OSError:  # it ended, or belongs to another user
         return []
     for handle in handles:
         try:

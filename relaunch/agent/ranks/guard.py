@@ -1,7 +1,8 @@
-"""The guard of one generation: kills its ranks when the keeper should have done it and has not.
+"""The guard of one generation: kills its ranks if the shim misses the deadline for doing so.
 
-A process beside the keeper. It opens no file outside of /proc and of control groups, so that neither a keeper that is stopped nor one
-that waits for a disk keeps ranks alive past their fence. It decides nothing: the keeper and the supervisor tell it the time.
+The guard is a separate process beside the shim. It opens files only in /proc and in control
+groups, so ranks do not outlive their fence when the shim is stopped (SIGSTOP) or blocked on a
+disk. It makes no decisions: the shim and the supervisor send it the deadlines.
 """
 
 from __future__ import annotations
@@ -16,24 +17,27 @@ from relaunch.agent.protocol import Json, Token, now
 from relaunch.agent.ranks import cgroup
 
 PING_INTERVAL = 2.0
-"""Seconds between signs of life to the keeper."""
+"""Seconds between keep-alive messages to the shim."""
 MOST_MOVES = 20
-"""Looks for what was forked between two moves: each finds the children of what the last one has missed."""
+"""Maximum number of passes when moving processes into the control group.
+
+Each pass finds what was forked since the previous one, such as children of processes it missed.
+"""
 PAUSES = (0.02, 1.0)
-"""Seconds between two looks for what is left while killing: the first and the longest."""
+"""Backoff in seconds between scans for survivors while killing: the first and the longest."""
 
 
 def run(token: Token, order: Json, state: str, keeper: processes.Process, link: int, extensions: int, news: Json) -> None:
-    """Be the guard. The process was forked from the keeper a moment ago.
+    """Run the guard in a process that was just forked from the shim.
 
     Args:
-        token: of the generation.
-        order: what `prepare` was given.
-        state: the node's state folder, as ranks have it in their environment.
-        keeper: which process it is; where it is dead by now, its pid says nothing.
-        link: a socket to the keeper.
-        extensions: a pipe on which supervisors tell to when the fence has moved.
-        news: what the keeper knows now.
+        token: The token of the generation.
+        order: The `prepare` order.
+        state: The node's state folder, as ranks have it in their environment.
+        keeper: The shim, by pid and start time: the pid alone may be reused after its death.
+        link: A socket to the shim.
+        extensions: A pipe on which supervisors send the new time of the fence.
+        news: The shim's current state, as `news_of` returns it.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -51,21 +55,21 @@ class Guard:
         self.keeper = keeper
         self.state = "prepared"
         self.may_run = False
-        """Whether a rank may have been forked."""
+        """Whether any rank may have been forked."""
         self.ends: float | None = None
-        """When the fence is due (CLOCK_BOOTTIME); None: never."""
+        """When the fence is due, in seconds of CLOCK_BOOTTIME; None if never."""
         self.kill_at: float | None = None
-        """While stopping: when the keeper sends SIGKILL."""
+        """While stopping: when the shim sends SIGKILL."""
         self.supervisor = 0
         self.groups: Dict[int, int] = {}
         self.cgroup: str | None = None
         self.has_moved = False
-        """Whether what the ranks have forked is in their control group."""
+        """Whether the ranks and what they forked were moved into their control group."""
         self.pinged_at = 0.0
         self.look_at = 0.0
         self.pause = PAUSES[0]
         self.gives_up_at: float | None = None
-        """Set once the keeper is dead: when to leave what SIGKILL does not end."""
+        """Set once the shim is dead: when to give up on processes that SIGKILL does not end."""
         self.loop = Loop()
         self.hear_keeper(news)
         self.extensions = Channel(self.loop, extensions, self._hear_supervisor, lambda: None)
@@ -77,11 +81,11 @@ class Guard:
             if now() >= self.pinged_at + PING_INTERVAL:
                 self.pinged_at = now()
                 self.link.send({"alive": True})
-            # Not before it is known which process is the supervisor, which stays outside.
+            # Wait until the pid of the supervisor is known: it must stay outside the group.
             if self.cgroup is not None and self.groups and self.supervisor and not self.has_moved:
                 self._move(self.cgroup)
             if self._is_overdue() and now() >= self.look_at:
-                # What was said just now counts: after a stop of this process it waits to be read.
+                # If this process was stopped, extensions may be waiting unread: read them first.
                 self.extensions.hear_pending()
                 self.link.hear_pending()
                 if self._is_overdue() and not self._kill():
@@ -97,7 +101,7 @@ class Guard:
         self.cgroup = news["cgroup"]
 
     def _hear_supervisor(self, news: Json) -> None:
-        """Take over when the fence is due: the keeper hears the same, unless it is stopped."""
+        """Store the new time of the fence. The shim gets it as well, unless it is stopped."""
         if self.state == "running":
             self.ends = news["ends"]
 
@@ -109,7 +113,7 @@ class Guard:
 
     @property
     def _due_at(self) -> float | None:
-        """By when everything that a rank has forked must be dead."""
+        """Return when the ranks and what they forked must be dead; None if no deadline is set."""
         if self.gives_up_at is not None:
             return 0.0
         if not self.may_run or self.state in ("ended", "gone"):
@@ -128,9 +132,10 @@ class Guard:
         return min(times)
 
     def _move(self, folder: str) -> None:
-        """Move ranks and all that they have forked by now into their control group; what they fork later is born there.
+        """Move the ranks and what they have forked so far into their control group.
 
-        Not the keeper does it, nor the ranks themselves: each first move waits some milliseconds for the kernel's RCU.
+        Whatever they fork later starts in that group. The guard does this, not the shim or the
+        ranks, because each first move waits some milliseconds for the kernel's RCU.
         """
         self.has_moved = True
         moved: set[int] = set()
@@ -142,11 +147,14 @@ class Guard:
             moved |= pids
 
     def _find_below(self) -> List[processes.Process]:
-        """Ranks are below their keeper, a subreaper, however they were forked."""
+        """Return the ranks and what they forked: all are descendants of the shim, a subreaper."""
         return processes.list_below(self.keeper, without=[os.getpid(), self.supervisor])
 
     def _kill(self) -> bool:
-        """Kill what is left; return whether to go on, which is so until the keeper and everything are gone."""
+        """Kill what is left; return whether to go on.
+
+        Go on until the shim is dead and either nothing is left or `gives_up_at` has passed.
+        """
         if self.cgroup is not None:
             cgroup.kill(self.cgroup)
         left = self._find_left()
@@ -173,16 +181,16 @@ def news_of(
     groups: List[Tuple[int, int]],
     cgroup: str | None,
 ) -> Json:
-    """What a keeper tells its guard, all of it each time.
+    """Return the message that a shim sends to its guard. Each message holds the complete state.
 
     Args:
-        state: the keeper's.
-        may_run: whether a rank may have been forked.
-        ends: when the fence is due.
-        kill_at: when the keeper kills what it is stopping, if it is.
-        supervisor: its pid, 0 for none: it is no rank.
-        groups: pid and start time of the ranks, for when the keeper is dead.
-        cgroup: the control group of the ranks, if there is one.
+        state: The state of the shim.
+        may_run: Whether a rank may have been forked.
+        ends: When the fence is due; None if never.
+        kill_at: When the shim sends SIGKILL, if it is stopping the ranks.
+        supervisor: The pid of the supervisor, 0 if there is none. It is not a rank.
+        groups: Pid and start time of each rank, used once the shim is dead.
+        cgroup: The control group of the ranks, if there is one.
     """
     return {
         "state": state,

@@ -1,4 +1,7 @@
-"""The journal of a generation: numbered observations, on disk before anybody is told of them. One writer at a time."""
+"""The journal of a generation: numbered observations.
+
+An observation is on disk before it is sent to any watcher. The journal has one writer at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from relaunch.agent import disk
 from relaunch.agent.protocol import Json, line, now
 
 RETRY_INTERVAL = 1.0
-"""Seconds between attempts to write what the disk did not take."""
+"""Seconds between attempts to write again after a disk error."""
 RESERVED_BYTES, RESERVED_BYTES_PER_RANK = 8192, 512
-"""Blocks that a journal has before its ranks run: an exit is a line of some 200 bytes."""
+"""Bytes preallocated before the ranks run. An exit takes one line of about 200 bytes."""
 _NOT_TAKEN = (*disk.FULL, errno.EIO, errno.EROFS, errno.EFBIG)
-"""Errors of a disk that may take the same bytes later."""
+"""Disk errors after which the same write may succeed later."""
 
 
 def read(path: Path) -> list[Json]:
-    """Return every whole observation; a torn last line is one that never came to be."""
+    """Return every complete observation. An incomplete last line was never committed; ignore it."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -48,18 +51,22 @@ def exited(observations: list[Json]) -> set[int]:
 
 
 def told_of_the_end(observations: list[Json]) -> bool:
-    """Whether the journal already says why ranks have no exit of their own in it."""
+    """Return whether the journal already says why the exits of some ranks are missing."""
     return any(seen["kind"] in ("KeeperDied", "RanksVanished") for seen in observations)
 
 
 class Journal:
-    """Appends observations, going on after the last whole one.
+    """A writer that appends observations after the last complete one.
 
-    What a full disk does not take stays in memory with its number, and is written later, in order.
+    When the disk is full, observations stay in memory with their numbers, and are written later, in
+    order.
     """
 
     def __init__(self, path: Path, ranks: int | None = None) -> None:
-        """Open it. `ranks`: reserve room for the exits of so many, until it is closed."""
+        """Open the journal, truncating an incomplete last line.
+
+        If `ranks` is given, preallocate space for the exits of that many ranks until `close`.
+        """
         self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o1600)
         size = os.fstat(self.handle).st_size
         data = os.pread(self.handle, size, 0)
@@ -68,21 +75,27 @@ class Journal:
             os.ftruncate(self.handle, good)
         self.seq = len(found)
         self.synced = 0
-        """The last that a loss of power would not take back. Nobody hears of a later one, lest its number be given twice."""
+        """Number of the last observation that survives a loss of power.
+
+        Later ones are not sent to watchers: after a loss of power their numbers are used again.
+        """
         self._end = good
         self._pending = bytearray()
-        """Whole lines that are not in the file yet."""
+        """Complete lines that are not in the file yet."""
         self._reserved = ranks is not None
         if ranks is not None:
             disk.preallocate(self.handle, RESERVED_BYTES + RESERVED_BYTES_PER_RANK * ranks)
 
     @property
     def pending(self) -> list[Json]:
-        """Observations that have a number and are not in the file yet."""
+        """Return the observations that have a number but are not in the file yet."""
         return _parse(bytes(self._pending))[0]
 
     def append(self, *observations: tuple[str, dict[str, Any]]) -> None:
-        """Write (kind, fields). From here on they outlive every process, and after `sync` the machine."""
+        """Append observations, each given as (kind, fields).
+
+        What was written survives the death of any process, and after `sync` a crash of the machine.
+        """
         for kind, fields in observations:
             self.seq += 1
             self._pending += line({"seq": self.seq, "kind": kind, "at": time.time(), "stamp": now(), **fields})
@@ -97,14 +110,14 @@ class Journal:
             if error.errno not in _NOT_TAKEN:
                 raise
             return
-        if written < len(self._pending):  # a torn line would hide all that follows it
+        if written < len(self._pending):  # an incomplete line would hide all lines after it
             written = self._pending.rfind(b"\n", 0, written) + 1
             os.ftruncate(self.handle, self._end + written)
         self._end += written
         del self._pending[:written]
 
     def sync(self) -> None:
-        """Have the disk take what it did not take before, and make sure of what it has."""
+        """Write what is still pending, then fsync the file."""
         self._write_pending()
         written = self.seq - self._pending.count(b"\n")
         if self.synced < written:
@@ -117,7 +130,11 @@ class Journal:
             self.synced = written
 
     def restore(self, path: Path) -> None:
-        """Write the journal again after its file was removed, and go on in the new one."""
+        """Write the journal to a new file after its file was removed, and continue in the new file.
+
+        Raises:
+            OSError: The new file cannot be written.
+        """
         partial = path.with_name(f".{path.name}.restored")
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o1600)
         try:

@@ -1,6 +1,7 @@
-"""A rank below a launcher such as torchrun: makes what the launcher has forked a rank like any other, then becomes its command.
+"""Set up a rank that a launcher such as torchrun forked, then exec its command.
 
-It starts nothing and waits for nothing. How the rank ends only its launcher is told.
+The setup gives the process the same log, error file and progress file as any other rank. This
+module starts no process and waits for none. Only the launcher receives the exit status of the rank.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from relaunch.agent.protocol import Json, parse_token
 from relaunch.agent.state import Generation, JobState, write_json
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
-"""As a shell says it: relaunch reads these codes as a mistake of whoever wrote the command."""
+"""Exit codes, as in a shell. Relaunch reads them as a mistake in the user's command."""
 
 
 class Astray(Exception):
-    """This process is not below a launcher that relaunch has started, and why that is so."""
+    """This process is not below a launcher that relaunch started. The text says why."""
 
 
 def before(command: list[str], env: Json) -> list[str]:
-    """Return the command that does this for a rank, for the launcher to run."""
-    # Isolated: what a job tells its own Python (PYTHONHOME, PYTHONPATH) is not meant for this one.
+    """Return the command for the launcher to run: this module's setup, then the rank's command."""
+    # Isolated mode: the job's PYTHONHOME and PYTHONPATH must not affect this interpreter.
     own = [sys.executable, "-I", "-S", os.path.abspath(sys.argv[0]), "rank"]
     return [*own, *(f"{name}={value}" for name, value in env.items()), "--", *command]
 
@@ -59,13 +60,18 @@ def _whose(env: os._Environ[str]) -> tuple[Generation, int]:
 
 
 def _die_with_launcher(generation: Generation) -> None:
-    """Have the kernel kill this process with the launcher; go at once if either the launcher or its keeper is gone already."""
+    """Have the kernel kill this process when the launcher dies.
+
+    Raises:
+        Astray: The launcher or the shim of the generation is gone already.
+    """
     parent = os.getppid()
     processes.die_with(parent)
     keeper = generation.identity("keeper")
     if keeper is None or not processes.lives(*keeper):
         raise Astray("the keeper of its generation is gone")
-    # Orphans of a launcher fall to its keeper. A launcher may have been started by a script: it is then further up.
+    # When a launcher dies, the shim becomes the parent of its children. A script may stand between
+    # the shim and the launcher, so walk up until the shim is found.
     above = processes.look(parent)
     while above is not None and above.pid != keeper[0]:
         above = processes.look(above.parent)
@@ -74,7 +80,10 @@ def _die_with_launcher(generation: Generation) -> None:
 
 
 def _settle(generation: Generation, rank: int, env: dict[str, str]) -> None:
-    """Take the places of this rank: its log, its error file, its progress; and say which process it is."""
+    """Set up the log, the error file and the progress file of this rank, and record its process.
+
+    Sets TORCHELASTIC_ERROR_FILE and RELAUNCH_PROGRESS_FILE in `env`.
+    """
     log = os.open(generation.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -83,8 +92,8 @@ def _settle(generation: Generation, rank: int, env: dict[str, str]) -> None:
     given = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if given and given != os.devnull:
         try:
-            os.symlink(error, given)  # the launcher reads it there, and takes it away when it ends
-        except OSError:  # it is there, or its folder is not: then it stays where the launcher wants it
+            os.symlink(error, given)  # the launcher reads it there and removes it when it ends
+        except OSError:  # the file exists or its folder does not: use the launcher's path
             error = given
     env["TORCHELASTIC_ERROR_FILE"] = error
     env["RELAUNCH_PROGRESS_FILE"] = str(generation.progress(rank))
@@ -96,7 +105,7 @@ def _settle(generation: Generation, rank: int, env: dict[str, str]) -> None:
 
 
 def _become(command: list[str], env: dict[str, str]) -> int:
-    processes.reset_signals()  # this interpreter ignores some, and what is ignored stays so
+    processes.reset_signals()  # Python ignores some signals, and exec would keep them ignored
     try:
         os.execvpe(command[0], command, {**os.environ, **env})
     except OSError as error:

@@ -1,6 +1,9 @@
-"""The dead man's handle as arithmetic: until when a generation may live unasked, and whose word prolongs it.
+"""The arithmetic of a generation's lease: when it expires, and what extends it.
 
-Reads no clock and stops nobody.
+A generation fences itself (stops its own ranks) if it gets no renewal within its first lease.
+After a renewal it fences itself, if `fences` is set, when its lease has expired and no peer has
+vouched for it during the last `fence_after` seconds.
+This module reads no clock and stops no process.
 """
 
 from __future__ import annotations
@@ -8,17 +11,17 @@ from __future__ import annotations
 from typing import Dict, Iterable, List, Tuple
 
 CLOCK_TOLERANCE = 0.25
-"""Seconds by which two clocks may seem to differ before one of them is said to have stood still."""
+"""Seconds by which two clocks may appear to differ before a standstill of one is assumed."""
 CLOCK_DRIFT = 0.001
-"""Of the time between two comparisons: both clocks may be steered by as much as 500 ppm."""
+"""Allowed drift, as a fraction of the time compared: NTP may slew each clock by up to 500 ppm."""
 MAX_STANDSTILLS = 64
-"""That are remembered; a stamp from before so many is too old to renew anything."""
+"""Number of standstills to remember. A timestamp from before all of them is too old to renew."""
 CLOCK_WINDOW = 60.0
-"""Seconds that a first comparison counts, so that the drift allowed for stays small."""
+"""Seconds for which a reference measurement is used, so that the allowed drift stays small."""
 
 
 class Lease:
-    """All times are this node's CLOCK_BOOTTIME."""
+    """The lease of one generation. All times are seconds of this node's CLOCK_BOOTTIME."""
 
     def __init__(self, started: float, lease: float, fence_after: float, fences: bool) -> None:
         self.lease = lease
@@ -29,9 +32,11 @@ class Lease:
         self.alive_until = started + lease
 
     def renew(self, stamp: float, now: float) -> bool:
-        """Take a renewal for what it proves: that its sender heard us at `stamp`.
+        """Renew the lease as of `stamp`; return whether the renewal was accepted.
 
-        One from the future is not ours, and one that is past even its fence must not count as the first.
+        A renewal proves only that its sender received our heartbeat of time `stamp`. A stamp in the
+        future cannot be from this node's clock. One that is older than lease and fence together is
+        refused, so that it does not count as the first renewal.
         """
         if stamp > now or stamp + self.lease + self.fence_after <= now:
             return False
@@ -42,31 +47,37 @@ class Lease:
         return True
 
     def shift(self, lost: float) -> None:
-        """Count time for which this node's clock stood still, as that of a machine that was paused: all ends come earlier."""
+        """Move all deadlines earlier by the seconds for which this node's clock stood still.
+
+        The clock stands still while the machine is paused.
+        """
         self.leased_until -= lost
         self.alive_until -= lost
 
     def vouched(self, asked: float) -> None:
-        """Take the word of the peers, which is as old as the question was."""
+        """Extend the fence because peers vouched, as of the time of the question."""
         if self.renewed:
             self.alive_until = max(self.alive_until, asked + self.fence_after)
 
     def set_times(self, leased_until: float, alive_until: float, renewed: bool) -> None:
-        """Take over what the keeper, which decides, has."""
+        """Copy the times of the shim's lease, which is authoritative."""
         self.leased_until = leased_until
         self.alive_until = alive_until
         self.renewed = renewed
 
     @property
     def ends(self) -> float | None:
-        """When the handle falls, or None when it cannot."""
+        """Return when the fence is due, or None if never.
+
+        Before the first renewal it is always due at some time; afterwards only if `fences` is set.
+        """
         return self.alive_until if self.fences or not self.renewed else None
 
     def left(self, now: float) -> float | None:
         return None if self.ends is None else max(0.0, self.leased_until - now)
 
     def fenced(self, now: float) -> tuple[str, str] | None:
-        """Return why and the reason, once nobody may be presumed to know better."""
+        """Return (code, reason) if the fence is due, else None."""
         if self.ends is None or now < self.ends:
             return None
         if not self.renewed:
@@ -79,55 +90,60 @@ class Lease:
 
 
 def measure_standstill(stamp: float, age: float, now: float) -> float:
-    """Return the seconds for which this node's clock stood still since `stamp`, 0 if that cannot be said.
+    """Return the seconds for which this node's clock stood still since `stamp`.
+
+    Return 0 if the difference is within the tolerance.
 
     Args:
-        stamp: this node's clock when it sent a heartbeat.
-        age: seconds that its receiver has had that heartbeat, by the receiver's clock; no more than have passed here.
-        now: this node's clock.
+        stamp: This node's clock when it sent a heartbeat.
+        age: Seconds since the receiver got that heartbeat, by the receiver's clock. Without a
+            standstill this is never more than the time that has passed here.
+        now: This node's clock.
     """
     lost = age - (now - stamp)
     return lost if lost > CLOCK_TOLERANCE + CLOCK_DRIFT * age else 0.0
 
 
 class Standstills:
-    """What each time of this node's clock is worth after the clock has stood still.
+    """A record of this clock's standstills, used to correct timestamps taken before them.
 
-    A stamp from before, or the time of a question, seems younger than it is. Renewals wait in the
-    sockets of a paused machine, each with the age that it had when it was sent.
+    After a standstill, an earlier timestamp seems younger than it is. Renewals wait in the sockets
+    of a paused machine, each with the age that it had when it was sent.
     """
 
     def __init__(self) -> None:
         self._found: List[Tuple[float, float]] = []
-        """This node's clock when a standstill was found, and its length in seconds."""
+        """(this node's clock when the standstill was found, its length in seconds)."""
 
     def add(self, at: float, lost: float) -> None:
         self._found = [*self._found, (at, lost)][-MAX_STANDSTILLS:]
 
     def correct(self, moment: float) -> float:
-        """Return a time of this clock, earlier by each standstill that was found after it."""
+        """Return a time of this clock minus the length of each standstill found after it."""
         return moment - sum(lost for at, lost in self._found if moment < at)
 
 
 class PeerClocks:
-    """Compares this node's clock with those of its peers, which go on while this machine is paused.
+    """A comparison of this node's clock with its peers' clocks, which run while it is paused.
 
-    One peer is enough: two that agree may have been paused together, as machines on one host are. A delay on the way never
-    counts as lost time: what a peer's clock advanced is compared with the longest time that can have passed here.
+    One peer is enough to detect a standstill. Two clocks that agree prove nothing: both machines
+    may have been paused together, such as virtual machines on one host. Network delay never counts
+    as lost time, because the advance of a peer's clock is compared with the longest time that can
+    have passed here.
     """
 
     def __init__(self) -> None:
         self._first: Dict[str, Tuple[float, float]] = {}
-        """By peer, of the comparison that later ones refer to: when this node asked, and the peer's clock."""
+        """The reference measurement, by peer: (this clock at the question, the peer's clock)."""
 
     def compare(self, peer: str, asked: float, answered: float, stamp: float) -> float:
         """Return the seconds for which this node's clock stood still, 0 if it did not.
 
         Args:
-            peer: the name of the peer.
-            asked: this node's clock when the question was sent.
-            answered: this node's clock when the answer was read.
-            stamp: the peer's clock in between.
+            peer: The name of the peer.
+            asked: This node's clock when the question was sent.
+            answered: This node's clock when the answer was read.
+            stamp: The peer's clock when it answered.
         """
         first_asked, first_stamp = self._first.get(peer, (asked, stamp))
         passed = answered - first_asked
@@ -136,33 +152,34 @@ class PeerClocks:
             self.forget()
         else:
             lost = 0.0
-        # A clock that is lower than before is that of another boot.
+        # A clock that went backwards belongs to another boot.
         if peer not in self._first or stamp < first_stamp or passed > CLOCK_WINDOW:
             self._first[peer] = (asked, stamp)
         return lost
 
     def forget(self) -> None:
-        """Forget what was measured with a clock that stood still since."""
+        """Drop the reference measurements, because this node's clock has stood still since."""
         self._first.clear()
 
 
 class Vouchers:
-    """What the peers of a generation said last.
+    """The latest answers of a generation's peers, and what they vouch for.
 
-    One that is leased vouches alone: the controller still holds the gang. Those that are merely alive vouch only all together:
-    then the controller is away and the gang is whole. Else two lost nodes would keep each other alive for ever.
+    One peer with a current lease is enough: the controller still renews the gang. Peers that are
+    alive without a lease vouch only if all of them are: then the controller is unreachable but the
+    gang is complete. Otherwise two isolated nodes would keep each other alive forever.
     """
 
     def __init__(self, peers: Iterable[str]) -> None:
         self._asked: dict[str, float | None] = dict.fromkeys(peers)
-        """When the newest question was sent that each answered with `alive`."""
+        """When the newest question answered `alive` was sent, by peer; None if there is none."""
 
     def forget(self) -> None:
-        """Forget answers whose age is not known any more, because this node's clock stood still."""
+        """Drop all answers: their age is unknown because this node's clock stood still."""
         self._asked = dict.fromkeys(self._asked)
 
     def answered(self, peer: str, asked: float, alive: bool, leased: bool) -> float | None:
-        """Return the time as of which the gang is vouched for, if it is."""
+        """Record an answer; return the time as of which the gang is vouched for, or None."""
         if not alive:
             return None
         self._asked[peer] = asked

@@ -1,6 +1,7 @@
-"""The keeper's line to a helper, its supervisor or its guard: forks one, replaces it when it dies or freezes.
+"""The shim's socket to a helper process: its supervisor or its guard.
 
-What is said over it is the keeper's and the helper's business.
+Forks the helper, and replaces it when it dies or stops responding. The content of the messages is
+up to the shim and the helper.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from relaunch.agent.protocol import Json, now
 from relaunch.agent.state import Generation
 
 SILENCE = 10.0
-"""A helper says something every 2 s; one that is silent for five times that is frozen, and is replaced."""
+"""Seconds without a message after which a helper is replaced: five times its 2 s interval."""
 RESTART_PAUSE = 0.5
-"""A helper that dies as soon as it is born must not eat a core."""
+"""Seconds between two forks, so that a helper that dies at once does not keep a core busy."""
 BIRTH_PAUSE = 0.01
-"""The first is forked a moment after the keeper is up: the answer to `prepare` goes out first, on every node of the gang."""
+"""Seconds from the start of the shim to the first fork of a helper.
+
+The answer to `prepare` is sent first, because every node of the gang waits for it.
+"""
 
 
 class ChildLink:
@@ -32,9 +36,14 @@ class ChildLink:
         become: Callable[[int], None],
         hear: Callable[[Json], None],
     ) -> None:
-        """`become` is what the forked process does with its end of the line; `hear` gets what it says.
+        """Create the link; `tick` forks the helper.
 
-        `name` is what the state folder calls it.
+        Args:
+            loop: The event loop of the shim.
+            generation: The generation of the shim.
+            name: The name of the helper in the state folder.
+            become: Runs in the forked process, with its end of the socket.
+            hear: Is called with each message from the helper.
         """
         self.name = name
         self.loop = loop
@@ -55,12 +64,12 @@ class ChildLink:
             self._channel.send(news)
 
     def hear_pending(self) -> None:
-        """Hear now what the helper has said already."""
+        """Handle the messages that the helper has already sent."""
         if self._channel is not None:
             self._channel.hear_pending()
 
     def tick(self) -> bool:
-        """Do what is due; return whether another helper was born."""
+        """Kill a helper that is silent, fork one if due; return whether one was forked."""
         if self.pid and now() > self.heard_at + SILENCE:
             os.kill(self.pid, signal.SIGKILL)
             self.heard_at = now()
@@ -70,7 +79,7 @@ class ChildLink:
         return True
 
     def reaped(self, pid: int) -> bool:
-        """Whether the child that ended was this helper."""
+        """Return whether the child that ended was this helper; if so, mark it as gone."""
         if pid != self.pid:
             return False
         self.pid = 0
@@ -94,7 +103,7 @@ class ChildLink:
             return
         try:
             self.generation.write_identity(self.name, self.pid, found.started)
-        except OSError as error:  # a full disk, or a folder that was removed: ranks live on
+        except OSError as error:  # disk full or folder removed: the ranks keep running
             disk.log(f"{self.name}.json cannot be written: {error}")
 
     def _hear(self, told: Json) -> None:

@@ -1,6 +1,6 @@
-"""The orders that change a job on this node: prepare, start, stop.
+"""The orders that change a job on this node: prepare, start and stop.
 
-Each may be repeated, and killed between any two lines.
+Each order is idempotent, and may be killed at any point and repeated.
 """
 
 from __future__ import annotations
@@ -25,16 +25,30 @@ from relaunch.agent.ranks.stop import await_records, find_living, stop_all
 from relaunch.agent.state import KEPT_GENERATIONS, Generation, JobState, boot_id, try_lock, write_json
 
 LOCK_PATIENCE = 120.0
-"""Seconds to wait for another command on the same job: longer than any stop with its grace and its proof."""
+"""Seconds to wait for another command on the same job.
+
+Longer than any stop, including its grace period and the proof that no process is left.
+"""
 MOST_PEERS = 16
 ASKED = 0.2
-"""Seconds: a look at the node takes a keeper's lock for an instant to ask whether it lives, also while a generation is prepared again."""
+"""Seconds to retry taking a shim's lock.
+
+A command that checks whether the shim lives holds the lock for an instant, possibly while the
+generation is prepared again.
+"""
 
 
 def _refuse_lower(job: JobState, token: Token, living: Sequence[Generation] = ()) -> bool:
-    """Refuse what is below what this node has seen; return whether this very token was prepared here.
+    """Refuse a token below the highest seen here; return whether this token was prepared here.
 
-    `living`: what lives here although nothing is written of it any more; it was prepared, too.
+    Args:
+        job: The job on this node.
+        token: The token of the order.
+        living: Generations that live here although their records were removed. They count as
+            prepared.
+
+    Raises:
+        Refused: The generation was stopped, or a higher one was prepared here.
     """
     highest = job.highest()
     stopped = highest.stopped
@@ -52,7 +66,11 @@ def _not_above(token: Token, highest: tuple[int, int], reason: str) -> Refused:
 
 
 def hold_port(address: str) -> socket.socket:
-    """Bind a free port for MASTER_PORT, below those that the kernel gives to outgoing connections."""
+    """Bind a free port for MASTER_PORT, preferably below the kernel's ephemeral port range.
+
+    Raises:
+        Refused: No port is free.
+    """
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         lowest = int(file.read().split()[0])
     candidates = random.sample(range(20000, lowest), 20) if lowest > 20100 else []
@@ -120,7 +138,10 @@ def _up_to(order: tuple[int, int], recorded: list[Generation], living: list[Gene
 
 
 def _make_keeper(job: JobState, generation: Generation, token: Token, given: Json, stopped: list[list[int]]) -> Becoming:
-    """Take what a keeper is born with: from here on it lives, for this process is it once the answer is out."""
+    """Create the folder, lock, sockets and records of a shim.
+
+    The returned `Becoming` turns this process into the shim once the answer was sent.
+    """
     generation.make()
     for old in job.generations()[:-KEPT_GENERATIONS]:
         shutil.rmtree(old.path)
@@ -136,7 +157,7 @@ def _make_keeper(job: JobState, generation: Generation, token: Token, given: Jso
         with hold.of_one_fleet(job.state, given["fleet"], job.path):
             return _born(job, generation, token, given, stopped, lock)
     except BaseException:
-        os.close(lock)  # whoever carries out this order carries out others, and is no keeper
+        os.close(lock)  # this process goes on with other orders and is not the shim
         raise
 
 
@@ -163,7 +184,7 @@ def _born(job: JobState, generation: Generation, token: Token, given: Json, stop
 
 
 def _start_order(order: Fields, count: int | None) -> Json:
-    """Read a start order; `count` is the number of ranks that were prepared, where that is known."""
+    """Validate a start order; `count` is the number of prepared ranks, None if unknown."""
     command = order.strings("command")
     if not command or not command[0]:
         bad("command", command, "a program and its arguments")
@@ -209,7 +230,7 @@ def _start_order(order: Fields, count: int | None) -> Json:
 
 
 def _launched(order: Fields) -> Json:
-    """Read what the command, a launcher, is to start."""
+    """Validate the part of a start order that says which ranks a launcher is to start."""
     command, ranks_below = order.strings("command"), order.items("ranks")
     if not command or not command[0]:
         bad("launched.command", command, "a program and its arguments")
@@ -285,7 +306,8 @@ def stop(state: Path, order: Fields) -> Json:
     except OSError as error:
         if not disk.is_full(error):
             raise
-    # Neither the spare nor the ballast was enough to forbid it for ever, which is no reason to let it live.
+    # Even with the space of the spare file and the ballast, the stop could not be recorded. Stop
+    # the ranks anyway.
     stop_all(job, _find_known(job, token), token.order, grace, stuck_after, "an order to stop came")
     raise disk.refuse(
         state,
@@ -295,7 +317,7 @@ def stop(state: Path, order: Fields) -> Json:
 
 
 def _find_known(job: JobState, token: Token) -> list[Generation]:
-    """Return what an order to stop may mean: what is written here, and what lives without being written."""
+    """Return the generations that a stop order covers: those recorded and those still alive."""
     living = find_living(job)
     for each in living:
         await_records(each)

@@ -1,7 +1,9 @@
-"""Questions between the supervisors of one generation: has anybody stopped us, or launched above us?
+"""Questions and answers between the supervisors of one generation.
 
-Says nothing without the secret of the generation, and takes an answer with a wrong mac for none. What an answer
-is worth is for relaunch/agent/ranks/lease.py.
+A supervisor asks its peers whether they are alive and leased, and whether they know of a stop of
+this generation or of a higher one. Questions that do not prove knowledge of the generation's secret
+are not answered, and answers with a wrong MAC are ignored. What an answer means for the lease is
+decided in relaunch/agent/ranks/lease.py.
 """
 
 from __future__ import annotations
@@ -23,17 +25,20 @@ from relaunch.agent.protocol import Fields, Json, Order, Refused, Token, now
 from relaunch.agent.state import JobState
 
 TIMEOUT = 1.0
-"""Seconds for one question: peers are in one cluster, and a fence must not wait for a slow one."""
+"""Timeout of one question in seconds.
+
+Peers are in one cluster, and a fence must not wait for a slow one.
+"""
 QUESTION_LIMIT = 8 * 1024
 CALLERS = 64
-"""More questions at once than 16 peers can have in flight."""
+"""Limit of concurrent connections: more than 16 peers can have in flight."""
 
 
 @dataclass(frozen=True)
 class Answer:
     node: str
     asked: float
-    """When the question was sent: what the answer says may be no younger."""
+    """When the question was sent. The answer is valid as of this time."""
     superseded: str | None
     """Why this generation must end, if the peer knows of a stop or of a higher one."""
     alive: bool
@@ -41,7 +46,7 @@ class Answer:
     answered: float
     """When the answer was read."""
     stamp: float | None
-    """The peer's clock when it answered; an agent of an earlier release does not say it."""
+    """The peer's clock when it answered; None if the peer runs an earlier release."""
 
 
 def mac(secret: str, *parts: Any) -> str:
@@ -50,7 +55,7 @@ def mac(secret: str, *parts: Any) -> str:
 
 
 def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    # Python imports its table of all letters to encode a host that is text: 4 ms in the middle of a launch.
+    # For a host given as str, Python imports its IDNA codec: 4 ms in the middle of a launch.
     host = address.encode() if address.isascii() else address
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -63,25 +68,28 @@ class Peers:
     def __init__(self, loop: Loop, job: JobState, token: Token, listener: socket.socket, vitals: Callable[[], tuple[bool, bool]]) -> None:
         self.loop = loop
         self.vitals = vitals
-        """Whether this node's part of the generation is alive, and leased, at this moment."""
+        """Returns (alive, leased) of this node's part of the generation at this moment."""
         self.job = job
         self.token = token
         self.listener = listener
         self.order: Json | None = None
         self.callers: dict[Channel, float] = {}
         self.questions: dict[str, tuple[Channel, float]] = {}
-        """The question in flight to each node, and when it was asked."""
+        """The question in flight to each node, and when it was sent."""
         self.heard: set[str] = set()
-        """Nodes that have answered a question of the present round."""
+        """Nodes that have answered in the current round of questions."""
         self.refused: set[str] = set()
-        """Nodes that have refused the connection: neither the keeper nor the supervisor of this generation lives there."""
+        """Nodes that refused the connection in the current round.
+
+        Neither the shim nor the supervisor of this generation lives there.
+        """
         loop.watch(listener.fileno(), lambda events: self._accept())
 
     def begin(self, order: Json) -> None:
         self.order = order
 
     def expire(self) -> None:
-        """Give up on those that have not answered or asked in time."""
+        """Drop connections on which no answer or question arrived within the timeout."""
         waiting = [*self.callers.items(), *self.questions.values()]
         for channel, since in waiting:
             if now() > since + TIMEOUT:
@@ -94,7 +102,7 @@ class Peers:
     # --- asking ---
 
     def ask(self, answered: Callable[[Answer], None]) -> None:
-        """Ask every peer that has no question open."""
+        """Send a question to every peer that has none in flight."""
         if self.order is None or cut(self.job.state, "peers"):
             return
         if not self.questions:
@@ -130,7 +138,7 @@ class Peers:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the round is over, a peer has refused it and none has answered."""
+        """Return whether the round is over, a peer refused the connection, and none answered."""
         return bool(self.refused) and not self.heard and not self.questions
 
     def _hear_answer(self, node: str, asked: float, nonce: str, answer: Json, answered: Callable[[Answer], None]) -> None:
@@ -162,7 +170,7 @@ class Peers:
     def _accept(self) -> None:
         try:
             caller, _ = self.listener.accept()
-        except OSError:  # it hung up before we came to it
+        except OSError:  # the caller hung up before accept
             return
         if len(self.callers) >= CALLERS:
             caller.close()
@@ -182,7 +190,7 @@ class Peers:
     def _hear_question(self, channel: Channel, question: Json) -> None:
         if cut(self.job.state, "peers"):
             return
-        if self.order is None:  # not started yet: a peer that asks need not wait before it asks again
+        if self.order is None:  # not started yet: hang up at once, so that the peer can ask again
             channel.drop()
             return
         try:
@@ -198,7 +206,7 @@ class Peers:
             return
         highest, stopped = self.job.highest()[:2]
         alive, leased = self.vitals()
-        # A question of an earlier release does not ask for it, and expects a mac without it.
+        # An earlier release does not ask for the clock, and expects a MAC without it.
         clock = (now(),) if question.get("clock") is True else ()
         answer = {
             "highest": highest,
@@ -213,7 +221,11 @@ class Peers:
 
 
 def listen(address: str) -> socket.socket:
-    """Bind a port for peers to ask on."""
+    """Bind and return a listening socket for questions from peers.
+
+    Raises:
+        Refused: No port can be bound on the address.
+    """
     family, target = resolve(address, 0)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,6 +1,6 @@
-"""How far each rank has come, by its progress file or by a pattern over its log.
+"""Read the progress of each rank, from its progress file or by a pattern from its log.
 
-Never says zero for what it could not read.
+What cannot be read is reported as unreadable or as None, never as zero.
 """
 
 from __future__ import annotations
@@ -16,24 +16,31 @@ from relaunch.agent.protocol import Json, now
 from relaunch.agent.state import Generation
 
 TORN_FOR = 2.0
-"""Seconds that a file may be half written before it counts as unreadable: writers overwrite it in place."""
+"""Seconds before a half-written file counts as unreadable: ranks overwrite it in place."""
 FILE_LIMIT = 64 * 1024
 LOG_CHUNK = 256 * 1024
-"""Bytes of log read at a time; of a log that grows faster only the newest is looked at."""
+"""Bytes of log to read at a time. Of a log that grows faster, only the newest part is read."""
 MAX_STEP = 2**53
 MAX_VALUES = 64
-"""Numbers that a rank reports beside its step."""
+"""Maximum number of values that a rank may report beside its step."""
 MAX_NAME = 256
-"""Characters of the name of such a number, and of a phase. All three are what a controller accepts."""
+"""Maximum characters of the name of such a value, and of a phase.
+
+MAX_STEP, MAX_VALUES and MAX_NAME are the limits of the controller.
+"""
 LINE_LIMIT = 4096
-"""Longer lines are cut before matching: a pattern's time grows with the line."""
+"""Bytes of a line to match; the rest is cut off, as matching time grows with the line."""
 MATCH_CPU_S = 0.5
-"""Seconds of processor time that a pattern may take in one look at a log, a thousand times what a usual one takes. Python's engine tries
-every way in which a pattern such as `(a+)+$` may match; it looks for signals meanwhile, so one can end it (CPython, Modules/_sre)."""
+"""Seconds of CPU time that a pattern may take in one pass over a log.
+
+This is a thousand times what a usual pattern takes. Python's engine backtracks without limit on a
+pattern such as `(a+)+$`, but it checks for signals meanwhile, so a signal can end it (CPython,
+Modules/_sre).
+"""
 
 
 class _TooSlow(Exception):
-    """A pattern has taken its time."""
+    """A pattern has used up its CPU time."""
 
 
 def _end_match(*_: object) -> None:
@@ -41,7 +48,7 @@ def _end_match(*_: object) -> None:
 
 
 class Unreadable(Exception):
-    """A progress report that says nothing, and why."""
+    """A progress report cannot be read. The text says why."""
 
 
 def _step(value: Any, name: str = "step") -> int:
@@ -55,7 +62,7 @@ def _step(value: Any, name: str = "step") -> int:
 
 
 def _bounded(values: dict[str, Any], phase: Any) -> Json:
-    """Leave out what is more than a controller accepts, and write each number as a float."""
+    """Cut values and phase to the controller's limits, and convert each value to a float."""
     numbers: dict[str, float] = {}
     for name, value in list(values.items())[:MAX_VALUES]:
         try:
@@ -66,7 +73,13 @@ def _bounded(values: dict[str, Any], phase: Any) -> Json:
 
 
 def parse_file(text: str) -> Json:
-    """Read a bare step or an object with one; return step, values, phase and the step of the newest finished checkpoint, if it says one."""
+    """Parse a progress file: a bare step, or a JSON object with a step.
+
+    Return step, values, phase, and the step of the newest finished checkpoint (None if not given).
+
+    Raises:
+        Unreadable: The text is neither, or a number is out of range.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -89,7 +102,13 @@ def parse_file(text: str) -> Json:
 
 
 def parse_match(match: re.Match[str]) -> Json:
-    """Read the groups of a log pattern: step (None where a line has a checkpoint alone), checkpoint, phase, any other as a number."""
+    """Read the groups of a log pattern: step, checkpoint, phase, and any other as a number.
+
+    The step is None if the line has only a checkpoint.
+
+    Raises:
+        Unreadable: The step or the checkpoint is not a whole number in range.
+    """
     values: dict[str, float] = {}
     phase = None
     checkpoint = match.groupdict().get("checkpoint")
@@ -117,7 +136,7 @@ def _matched(name: str, text: Optional[str]) -> int:
 
 
 class RankProgress:
-    """Follows one rank."""
+    """The progress of one rank."""
 
     def __init__(self, generation: Generation, rank: int, pattern: re.Pattern[str] | None) -> None:
         self.file = generation.progress(rank)
@@ -125,7 +144,7 @@ class RankProgress:
         self.pattern = pattern
         self.reading: Json | None = None
         self.checkpoint: int | None = None
-        """Of the newest one that it called finished. Saying nothing of it takes nothing back."""
+        """Step of the newest finished checkpoint. A report without one does not clear it."""
         self.unreadable: str | None = None
         self.changed_at = now()
         self._signature: tuple[int, int, int] | None = None
@@ -135,7 +154,7 @@ class RankProgress:
         self._rest = b""
 
     def read(self) -> bool:
-        """Look again; return whether the step or the checkpoint is another one."""
+        """Read the progress; return whether the step or the checkpoint changed."""
         before = (self.reading["step"] if self.reading else None, self.checkpoint)
         found = self._read_file()
         if not found and self.pattern is not None:
@@ -163,7 +182,7 @@ class RankProgress:
             self.checkpoint = reading["checkpoint"]
 
     def _read_file(self) -> bool:
-        """Return whether there is a progress file at all."""
+        """Read the progress file; return whether it exists, even if it cannot be read."""
         try:
             found = os.stat(self.file)
             signature = (found.st_mtime_ns, found.st_size, found.st_ino)
@@ -184,7 +203,8 @@ class RankProgress:
                 self.unreadable = str(error)
             return True
         if self.reading is not None and reading["step"] < self.reading["step"] and self._doubted != reading["step"]:
-            self._doubted = reading["step"]  # a torn "1234" reads as 12: believe a step back when it is seen twice
+            # A half-written "1234" reads as 12: accept a lower step only when it is read twice.
+            self._doubted = reading["step"]
             return True
         self._doubted = None
         self._signature = signature
@@ -217,14 +237,15 @@ class RankProgress:
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         except _TooSlow:
-            # Once: the supervisor has leases to keep, and the next line would take as long.
+            # Disable the pattern: the supervisor has leases to serve, and the next line may take as
+            # long.
             self.pattern = None
             self.unreadable = f"log_pattern took more than {MATCH_CPU_S:g} s of processor time, and is not used any more"
         finally:
             signal.signal(signal.SIGVTALRM, before)
 
     def _match(self, pattern: re.Pattern[str], lines: list[bytes]) -> None:
-        """Read the newest step and checkpoint out of whole lines."""
+        """Read the newest step and checkpoint from complete lines, newest line first."""
         wanted = {"step", "checkpoint"} & set(pattern.groupindex)
         for text in reversed(lines):
             match = pattern.search(text[:LINE_LIMIT].decode(errors="replace"))
@@ -239,7 +260,10 @@ class RankProgress:
                 return
 
     def _take(self, reading: Json, wanted: set[str]) -> None:
-        """Take what this line tells and no newer one has told: steps and checkpoints may stand on lines of their own."""
+        """Store the step and the checkpoint of this line, unless a newer line has set them.
+
+        Steps and checkpoints may be on separate lines, so `wanted` holds what is not found yet.
+        """
         if "checkpoint" in wanted and reading["checkpoint"] is not None:
             wanted.remove("checkpoint")
             self._saved(reading)

@@ -1,8 +1,8 @@
-"""What this node forgets: generations that have ended, when their logs take more of the disk than they may.
+"""Log retention: remove ended generations when their logs exceed this node's budget.
 
-Of one that lives it gives up the beginning of a log that has outgrown its share, and nothing else.
-It never removes one that lives, the newest of a job, or which tokens were seen: that is in
-highest.json, above all generations.
+Of a living generation, only the beginning of a log that exceeds its share is removed. A living
+generation and the newest generation of a job are never removed, nor is the record of the tokens
+that this node has seen: that is in highest.json, outside the generations' folders.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from relaunch.agent import disk
 from relaunch.agent.state import Generation, JobState, try_lock
 
 MOST = 10 * 1024**3
-"""Bytes; what a few bad nights of eight ranks that print all they know have left."""
+"""Maximum budget in bytes: what eight very verbose ranks write in a few nights of failures."""
 SHARE = 0.1
-"""Of the file system: on a small disk the next checkpoint matters more than the last fault's output."""
+"""Maximum budget as a fraction of the file system.
+
+On a small disk the space for the next checkpoint matters more than the output of the last failure.
+"""
 VARIABLE = "RELAUNCH_LOG_BUDGET"
-"""Bytes, in the environment of the agent: another budget than these two."""
+"""Environment variable of the agent that sets the budget in bytes and overrides both limits."""
 LOOKED = "tidied"
 PAUSE = 60.0
-"""Seconds between two looks: a launch waits for each, a tenth of a millisecond for each generation."""
+"""Seconds between two scans. A launch waits for a scan, 0.1 ms for each generation."""
 MIN_KEPT_BYTES = 64 * 1024
-"""Of the end of a log that lives: what a launcher that fails has printed last is as long."""
+"""Bytes to keep at the end of a log in use: as much as is read of a failed launcher's log."""
 PAGE_BYTES = 4096
 PATIENCE = 1.0
-"""Seconds for removing; what is left then is for the next launch."""
+"""Seconds for removing generations; the next launch continues with the rest."""
 
 
 class Old(NamedTuple):
     since: float
     size: int
-    """Bytes on the disk, of its logs."""
+    """Bytes that its logs take on the disk."""
     generation: Generation
     job: Path
     newest: bool
-    """Of its job."""
+    """Whether it is the newest generation of its job."""
 
 
 def budget(state: Path) -> int:
@@ -51,13 +54,20 @@ def budget(state: Path) -> int:
 
 
 def make_room(state: Path, own: Path) -> None:
-    """Remove the oldest ended generations of all jobs until the logs of the ended ones fit. `own`: a job whose lock we hold."""
+    """Remove the oldest ended generations of all jobs until the logs of those left fit the budget.
+
+    Does nothing if the last scan was less than PAUSE seconds ago. Errors are ignored.
+
+    Args:
+        state: The node's state folder.
+        own: The folder of the job whose lock the caller holds.
+    """
     if _looked_lately(state):
         return
     try:
         if _tidied(state, own):
             (state / LOOKED).touch(mode=0o600)
-    except OSError:  # a launch does not fail because of what was launched before it
+    except OSError:  # a launch must not fail because of old generations
         return
 
 
@@ -69,10 +79,11 @@ def _looked_lately(state: Path) -> bool:
 
 
 def _tidied(state: Path, own: Path) -> bool:
-    """Return whether all that may go has gone, as far as it had to."""
+    """Remove generations; return whether this is finished, or False if PATIENCE ran out first."""
     most, deadline = budget(state), time.monotonic() + PATIENCE
     found = _generations(state)
-    if sum(one.size for one in found) <= most:  # also with those that live, which each cost a lock to ask
+    # Includes living generations, because asking whether one lives costs a lock.
+    if sum(one.size for one in found) <= most:
         return True
     ended = [one for one in found if not one.generation.keeper_lives()]
     total = sum(one.size for one in ended)
@@ -85,13 +96,14 @@ def _tidied(state: Path, own: Path) -> bool:
                 continue
             if one.job != own and one.job not in locks:
                 locks[one.job] = try_lock(one.job / "lock")
-            # Somebody changes that job at this moment; there are others, and there is a next time.
+            # Another command is changing that job: skip it this time.
             if one.job != own and locks[one.job] is None:
                 continue
             if not one.generation.keeper_lives():
                 shutil.rmtree(one.generation.path, ignore_errors=True)
                 total -= one.size
-                # Asked after one was removed: where looking alone takes longer, each launch still removes one.
+                # Checked after a removal: even if the scan alone uses up the time, each launch
+                # removes at least one generation.
                 if time.monotonic() > deadline:
                     return total <= most
         return True
@@ -102,7 +114,7 @@ def _tidied(state: Path, own: Path) -> bool:
 
 
 def _generations(state: Path) -> List[Old]:
-    """All generations of all jobs, and how much their logs take."""
+    """Return all generations of all jobs, with the size of their logs."""
     found = []
     with os.scandir(state / "jobs") as jobs:
         folders = [Path(job.path) for job in jobs if job.is_dir(follow_symlinks=False)]
@@ -124,20 +136,20 @@ def _size(logs: Path) -> int:
         return 0
 
 
-# --- logs that are still written ---
+# --- logs in use ---
 
 
 def cut_live_logs(generation: Generation) -> None:
-    """Give up the older half of each log that has outgrown its share of the budget.
+    """Free the beginning of each log that exceeds its share of the budget; keep half of the share.
 
-    Its blocks go, its length stays: offsets mean what they meant, and the rank writes on. File
-    systems that cannot do this (NFS, ext3) keep all of it.
+    This punches a hole: blocks are freed, but the length and all offsets stay the same, and the
+    rank keeps writing. On file systems without hole punching (NFS, ext3) the whole log stays.
     """
     try:
         with os.scandir(generation.path / "logs") as files:
             logs = [(file.path, file.stat(follow_symlinks=False)) for file in files if file.is_file(follow_symlinks=False)]
         share = budget(generation.state) // max(1, len(logs))
-    except OSError:  # a folder that was removed; the keeper makes it again
+    except OSError:  # the folder was removed; the shim creates it again
         return
     kept = max(MIN_KEPT_BYTES, share // 2)
     for path, found in logs:
@@ -157,8 +169,8 @@ def _cut(path: str, end: int) -> None:
 
 
 def find_kept(handle: int, offset: int) -> int:
-    """Return where a log goes on at or after an offset: further on where its beginning was given up."""
+    """Return where to read a log: at `offset`, or after the freed part if that is later."""
     try:
         return max(offset, os.lseek(handle, 0, os.SEEK_DATA))
-    except OSError:  # it is empty, or the file system cannot say
+    except OSError:  # it is empty, or the file system does not support SEEK_DATA
         return offset

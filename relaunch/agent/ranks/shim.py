@@ -1,8 +1,8 @@
-"""The keeper of one generation: forks its ranks, reaps them, journals exits, holds the lease.
+"""The shim (keeper) of one generation: forks ranks, reaps them, journals exits, holds the lease.
 
-It talks only to its supervisor, its guard and the commands that give it orders, reads no progress and no logs, and never waits
-for anybody. What it writes may hang with the disk, so signals go out before anything is written, and the guard, which writes
-nothing, knows each deadline as well.
+The shim talks only to its supervisor, its guard and the commands that send it orders. It reads no
+progress and no logs, and never waits for another process. Its writes may block on the disk, so it
+sends signals before it writes anything; the guard, which writes nothing, knows each deadline too.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from relaunch.agent.ranks.upkeep import FolderUpkeep
 from relaunch.agent.state import Generation, boot_id, write_json
 
 IDLE = 5.0
-"""Seconds between looks at the clock when nothing is due."""
+"""Maximum seconds between two turns of the event loop when nothing is due."""
 SWEEP = (0.01, 0.25)
-"""Seconds between looks for what is left while stopping: from quick to patient."""
+"""Backoff in seconds between scans for survivors while stopping: the first and the longest."""
 STUCK_NOTICE = 0.5
-"""Seconds past SIGKILL after which those who ordered the stop are told what is left: less than they wait without a word."""
+"""Seconds after SIGKILL before survivors are reported to the callers that ordered the stop.
+
+This is less than the timeout after which the callers give up on a silent shim.
+"""
 FAREWELL = 1.0
-"""Seconds that the supervisor has to tell its watchers that this is the end."""
+"""Seconds that the supervisor has to send the end to its watchers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Sockets:
     watch: socket.socket
     peers: socket.socket
     master: socket.socket
-    """Holds MASTER_PORT until the ranks start, so that two generations are never given the same."""
+    """Holds MASTER_PORT until the ranks start, so that no other generation gets the same port."""
 
     @property
     def handles(self) -> list[int]:
@@ -51,16 +54,21 @@ class Sockets:
 
 
 def sign(generation: Generation) -> None:
-    """Write down that this process is to be the keeper: before it is, so that it can be found even if it is frozen on the way."""
+    """Record that this process becomes the shim.
+
+    This is done first, so that the process can be found even if it is stopped on the way.
+    """
     found = processes.look(os.getpid())
     if found is not None:
         generation.write_identity("keeper", found.pid, found.started)
 
 
 def become(generation: Generation, token: Token, order: Json, sockets: Sockets, lock: int) -> None:
-    """Be the keeper. Its sockets listen already, so whoever has the answer to `prepare` need not wait for it.
+    """Run the shim in this process.
 
-    The process that carried out `prepare` turns into it: a fork less, and no moment at which one lives without the other.
+    Its sockets listen already, so a caller that has the answer to `prepare` can connect at once.
+    The process that carried out `prepare` becomes the shim: this saves a fork, and there is no
+    moment at which only one of the two lives.
     """
     os.setsid()
     processes.set_name("relaunch-keep")
@@ -83,10 +91,10 @@ class Keeper:
         self.sockets = sockets
         self.loop = Loop()
         self.own = processes.identify_self()
-        """This process, as the supervisor and the guard know it: they must not take another for it."""
+        """This process by pid and start time, so that its helpers cannot mistake another for it."""
         self.journal = Journal(generation.journal, ranks=len(order["ranks"]))
         self.journal_due_at = 0.0
-        """When to try again to write what the disk did not take."""
+        """When to retry a write that the disk refused."""
         self.upkeep = FolderUpkeep(generation, token, order, lock)
         self.state = "prepared"
         self.start_order: Json | None = None
@@ -95,33 +103,37 @@ class Keeper:
         self.lease: Lease | None = None
         self.kill_at = 0.0
         self.launcher_kill_at: float | None = None
-        """By when a launcher has to end that has seen a rank fail. It is not stopped: it is asked to tell of that at last."""
+        """When to kill a launcher that logged a failed rank but has not exited.
+
+        It first gets SIGTERM, so that it exits and reports the failure. This is not a stop: its
+        exit is journaled as a failure.
+        """
         self.sweep_at = 0.0
         self.sweep_pause = SWEEP[0]
         self.leaving = False
-        """Stopped or fenced: nothing is awaited any more once the ranks are gone."""
+        """Whether the generation was stopped or fenced: the shim exits once the ranks are gone."""
         self.watchers = 0
         self.wanted_at = now()
-        """When somebody last watched or renewed."""
+        """When this generation last had a watcher or a renewal."""
         self.callers: list[Channel] = []
         self.asked: set[int] = set()
-        """Groups that were asked to go."""
+        """Process groups that got SIGTERM."""
         self.strays: set[tuple[int, int]] = set()
-        """pid and start time of those outside of the groups that were asked."""
+        """Pid and start time of the processes outside of these groups that got SIGTERM."""
         self.stoppers: list[tuple[Channel, bool]] = []
-        """Those who wait to hear that nothing of this generation is left, and whether it was going anyway."""
+        """Callers that wait for the end of this generation, and whether it was ending already."""
         self.reported_stuck: dict[Channel, list[int]] = {}
-        """What each of them was told last that does not die."""
+        """The surviving pids that were last reported to each of these callers."""
         self.kernel = kernel_log.mark()
-        """Only noted here, before any rank runs, and handed down: reading it is the supervisor's."""
+        """The position in the kernel log before any rank runs; the supervisor reads from here."""
         self.groups: list[tuple[int, int]] = []
-        """pid and start time of the ranks."""
+        """Pid and start time of each rank."""
         self.cgroup: str | None = None
-        """The control group of the ranks, where there can be one."""
+        """The control group of the ranks; None if there is none."""
         self.launch_ends: float | None = None
-        """While ranks are being forked: when the fence is due if this process does not get to say more."""
+        """When the fence is due if this process fails while starting ranks, before the lease."""
         self.extensions = os.pipe()
-        """From every supervisor to every guard: when the fence is due by now."""
+        """A pipe from every supervisor to every guard, for the current time of the fence."""
         for handle in self.extensions:
             os.set_blocking(handle, False)
         self.link = ChildLink(self.loop, generation, "supervisor", self._become_supervisor, self._hear_supervisor)
@@ -139,20 +151,21 @@ class Keeper:
             self.loop.turn(self._next_deadline())
             self._tick()
         self._farewell()
-        self.journal.close()  # the room that it did not need
+        self.journal.close()  # also releases preallocated space
 
-    # --- what happens ---
+    # --- events ---
 
     def _woken(self, waking: int) -> None:
         try:
             os.read(waking, 4096)
         except BlockingIOError:
             pass
-        self.upkeep.due_at = 0.0  # a command that misses our files sends a signal, too
+        self.upkeep.due_at = 0.0  # a command that finds files missing also sends a signal
         self._reap()
 
     def _reap(self) -> None:
-        # First: what the guard has ended for us was stopped, and the supervisor has said why before it did so.
+        # Check the fence first. If the guard killed the ranks because the fence was due, their
+        # exits count as stopped; the supervisor sent the reason before the guard could kill.
         self.link.hear_pending()
         self._fence_if_due()
         exits = []
@@ -194,23 +207,23 @@ class Keeper:
         reach_failpoint(self.generation.state, "keeper.reaped")
         self.journal.append(*observations)
         if not stopped:
-            self._publish()  # what has failed, before the look for strays, which takes milliseconds
+            self._publish()  # report the failure before the scan below, which takes milliseconds
         reach_failpoint(self.generation.state, "keeper.journaled")
         if self.state == "stopping":
             self._sweep()
             self._publish()
 
     def _begin_stop(self, grace: float) -> None:
-        """Ask everything to go; what has not gone after `grace` is killed.
+        """Send SIGTERM to the ranks, and schedule SIGKILL after `grace` seconds.
 
-        Whatever began it, nothing outlives the handle by more than the grace that was prepared: not in a machine that
-        slept past that time either.
+        Whatever the reason for the stop, SIGKILL comes no later than `stop_grace` seconds after the
+        fence is due, even if the machine was suspended past that time.
         """
         if self.state == "running":
             self.state = "stopping"
             ends = self.lease.ends if self.lease is not None else None
             self.kill_at = now() + grace if ends is None else min(now() + grace, ends + self.order["stop_grace"])
-            self._tell_supervisor()  # first, for it answers for us that we are alive
+            self._tell_supervisor()  # first: it tells peers whether this node is alive
             for pid in self.alive.values():
                 self.asked.add(pid)
                 processes.kill_group(pid, signal.SIGTERM)
@@ -221,7 +234,10 @@ class Keeper:
         self.sweep_at = now()
 
     def _sweep(self) -> None:
-        """Kill what has had its time; say so when nothing is left: everything that ranks ever forked is below a subreaper."""
+        """Terminate or kill what is left; when nothing is left, end and confirm.
+
+        Everything that ranks ever forked is below this process, which is a subreaper.
+        """
         if not self.alive and not set(processes.children()) - {self.link.pid, self.guard.pid}:
             self.state = "ended"
             self.wanted_at = now()
@@ -244,11 +260,11 @@ class Keeper:
         self.sweep_at = now() + self.sweep_pause
 
     def _find_below(self) -> list[processes.Process]:
-        """Everything that lives and that a rank has forked, and the ranks."""
+        """Return the ranks and all living processes that they forked."""
         return processes.descendants(os.getpid(), without=[self.link.pid, self.guard.pid])
 
     def _ask_strays(self) -> None:
-        """Ask what has a group of its own to go too, each once."""
+        """Send SIGTERM once to each process that left the process groups of the ranks."""
         for process in self._find_below():
             identity = process.pid, process.started
             if process.group not in self.asked and identity not in self.strays:
@@ -256,7 +272,7 @@ class Keeper:
                 processes.kill(process, signal.SIGTERM)
 
     def _report_stuck(self, left: list[processes.Process]) -> None:
-        """Tell those who ordered the stop what does not die, each time that is something else."""
+        """Report survivors to the callers that ordered the stop, whenever the set has changed."""
         pids = sorted(process.pid for process in left)
         for caller, _ in self.stoppers:
             if self.reported_stuck.get(caller) != pids:
@@ -264,7 +280,10 @@ class Keeper:
                 caller.send({"stuck": [(process.pid, process.started) for process in left]})
 
     def _confirm(self) -> None:
-        """Tell those who ordered the stop, before the journal and the watchers: the next generation waits for it."""
+        """Confirm the end to the callers that ordered the stop.
+
+        This comes before the journal and the watchers, because the next generation waits for it.
+        """
         for caller, already in self.stoppers:
             caller.send({"gone": True, "already": already})
         self.stoppers.clear()
@@ -272,7 +291,7 @@ class Keeper:
 
     def _fence_if_due(self) -> None:
         if self.state == "running" and self.lease is not None and self.lease.fenced(now()) is not None:
-            self.link.hear_pending()  # after a stop of this process, renewals wait here to be read
+            self.link.hear_pending()  # if this process was stopped, renewals may be waiting unread
             fenced = self.lease.fenced(now())
             if fenced is not None:
                 self._fence(*fenced)
@@ -321,12 +340,12 @@ class Keeper:
         if self.state == "prepared":
             return self.leaving or now() > self.order["valid_until"]
         unwanted = not self.watchers and now() > self.wanted_at + self.order["lease"]
-        # An exit that the disk has not taken is lost with this process.
+        # Observations that are not on disk yet would be lost with this process.
         leaving = self.leaving and not self.journal.pending
         return self.state == "ended" and (leaving or unwanted)
 
     def _farewell(self) -> None:
-        """Let the supervisor tell its watchers that nothing more will come."""
+        """Let the supervisor send the end to its watchers, then kill both helpers."""
         self._confirm()
         self.state = "gone"
         self._publish()
@@ -343,7 +362,7 @@ class Keeper:
     def _accept(self) -> None:
         try:
             caller, _ = self.sockets.orders.accept()
-        except OSError:  # it hung up before we came to it
+        except OSError:  # the caller hung up before accept
             return
         channel = Channel(self.loop, caller.detach(), lambda order: self._obey(channel, order), lambda: self.callers.remove(channel))
         self.callers.append(channel)
@@ -374,7 +393,8 @@ class Keeper:
             return Refused("expired", f"prepared more than {self.order['valid_for']:g} s ago").answer
         reach_failpoint(self.generation.state, "start.received")
         boot = boot_id(self.generation.state)
-        # Not synced: the page cache outlives any process, and what takes it along, a loss of power, takes the ranks too.
+        # The record is not synced: the page cache survives any process, and a loss of power that
+        # destroys it ends the ranks as well.
         self.cgroup = cgroup.make(self.generation.path)
         kernel = kernel_log.written(self.kernel)
         launching = {"stamp": now(), "boot_id": boot, "kernel": kernel, "cgroup": self.cgroup, "pids": None}
@@ -397,7 +417,7 @@ class Keeper:
             self.started = refused.answer
             try:
                 self._record_launch({**launching, "stamp": now(), "refused": refused.answer})
-            except Refused as unwritten:  # that it was tried is written, and it is not tried again
+            except Refused as unwritten:  # started.json exists, so the launch is not repeated
                 disk.log(unwritten.answer["reason"])
             self.state, self.leaving, self.kill_at = "stopping", True, 0.0
             self.alive.clear()
@@ -410,7 +430,8 @@ class Keeper:
         self.state = "running"
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
         self._tell_supervisor(begin=True)
-        self.link.due_at = self.guard.due_at = now()  # where they were not forked yet: the ranks are not to be without them
+        # Fork helpers that do not run yet at once: the ranks must not run without them.
+        self.link.due_at = self.guard.due_at = now()
         return self.started
 
     # --- the guard ---
@@ -429,7 +450,11 @@ class Keeper:
         return guard.news_of(self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup)
 
     def _record_launch(self, record: Json) -> None:
-        """Write started.json; raise Refused where the disk has no room for it."""
+        """Write started.json.
+
+        Raises:
+            Refused: The disk is full.
+        """
         try:
             write_json(self.generation.path / "started.json", record, durable=False)
         except OSError as error:
@@ -441,13 +466,13 @@ class Keeper:
     # --- the folder ---
 
     def _keep_folder(self) -> None:
-        """Make again what was removed from the folder; stop if the job has moved on meanwhile."""
+        """Restore removed files; fence if the generation was superseded in the meantime."""
         missing = self.upkeep.find_missing()
         try:
             if missing:
                 self._restore(missing)
             superseded = self.upkeep.find_successor()
-        except (OSError, FolderError) as error:  # training goes on; the next look tries again
+        except (OSError, FolderError) as error:  # training goes on; the next check tries again
             disk.log(f"the folder of this generation cannot be made again: {error}")
             return
         if superseded is not None:
@@ -467,7 +492,7 @@ class Keeper:
         if own / "sock" in missing:
             self.sockets.watch.close()
             self.sockets = replace(self.sockets, watch=self.generation.listen("sock"))
-            self.link.kill()  # another supervisor is born with the new socket
+            self.link.kill()  # the next supervisor gets the new socket
 
     # --- the supervisor ---
 
@@ -476,7 +501,7 @@ class Keeper:
         supervisor.run(self.generation, self.token, self.order, self.own, sockets, self.kernel, self._news(begin=True))
 
     def _publish(self) -> None:
-        """Let the watchers have what the journal holds, once the disk has it."""
+        """Sync the journal, then let the supervisor send the new observations to its watchers."""
         self.journal.sync()
         self.journal_due_at = now() + journal.RETRY_INTERVAL
         self._tell_supervisor()

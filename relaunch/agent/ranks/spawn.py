@@ -1,6 +1,6 @@
-"""Starts ranks: fork, a session of its own, death with the keeper, exec.
+"""Start ranks: fork, create a new session, arrange to die with the shim, exec.
 
-Decides nothing about when, and reaps nobody.
+This module does not decide when to start ranks, and does not reap them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from relaunch.agent.ranks import launched
 from relaunch.agent.state import Generation
 
 EXEC_PATIENCE = 30.0
-"""Seconds for a program to be found and begun; a cold network file system takes several."""
+"""Timeout in seconds of an exec. A cold network file system takes several seconds."""
 
 Ranks = Dict[int, int]
-"""pid by global rank."""
+"""Pid by global rank."""
 
 
 def rank_environment(base: dict[str, str], order: Json, generation: Generation, token: Token, index: int, rank: int) -> dict[str, str]:
@@ -40,7 +40,7 @@ def rank_environment(base: dict[str, str], order: Json, generation: Generation, 
 
 
 def _become(order: Json, command: list[str], environment: dict[str, str], log: int, failure: int, keeper: int) -> NoReturn:
-    """Turn this freshly forked process into the rank. What fails is written to the pipe `failure`."""
+    """Turn this newly forked process into the rank. An error is written to the pipe `failure`."""
     step = "prepare the process"
     try:
         os.setsid()
@@ -52,11 +52,12 @@ def _become(order: Json, command: list[str], environment: dict[str, str], log: i
             step = "workdir"
             os.chdir(order["workdir"])
         step = "exec"
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all that a keeper ignores; handlers end with exec
+        # SIGPIPE is the only signal that the shim ignores. Exec resets signal handlers.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.execvpe(command[0], command, environment)
     except OSError as error:
         report = {"step": step, "errno": error.errno, "text": error.strerror}
-    except BaseException as error:  # whatever it is, this process must not go on as a second keeper
+    except BaseException as error:  # never continue as a second shim
         report = {"step": step, "errno": None, "text": repr(error)}
     os.write(failure, json.dumps(report).encode())
     os._exit(127)
@@ -73,7 +74,11 @@ def _refusal(order: Json, rank: int, report: Json) -> Refused:
 
 
 def launch(generation: Generation, token: Token, ranks: list[int], order: Json, started: Ranks) -> None:
-    """Start all ranks, entering each in `started` as soon as it is forked; raise Refused when one cannot be."""
+    """Start all ranks, and add each to `started` as soon as it is forked.
+
+    Raises:
+        Refused: A rank cannot be started. Those in `started` may be running.
+    """
     keeper = os.getpid()
     base = dict(os.environ)
     own = order.get("launched")
@@ -104,7 +109,11 @@ def launch(generation: Generation, token: Token, ranks: list[int], order: Json, 
 
 
 def _await_exec(order: Json, waiting: dict[int, int]) -> None:
-    """Return when the pipe of every rank was closed by its exec."""
+    """Wait until exec has closed the pipe of every rank.
+
+    Raises:
+        Refused: A rank reported an error, or no exec succeeded within the timeout.
+    """
     deadline = time.monotonic() + EXEC_PATIENCE
     while waiting:
         poll = select.poll()

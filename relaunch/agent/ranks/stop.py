@@ -1,6 +1,7 @@
-"""Makes generations of a job go, and proves it: by the word of their keepers, else by group and by token.
+"""Stop generations of a job, and prove that none of their processes is left.
 
-Called with the job's lock held; decides nothing about which generations have to go.
+The proof is the shim's confirmation; without it, a search by process group, control group and
+token. Callers hold the job's lock. This module does not decide which generations to stop.
 """
 
 from __future__ import annotations
@@ -19,17 +20,26 @@ from relaunch.agent.ranks import cgroup, find_shims
 from relaunch.agent.state import Generation, JobState
 
 SCAN_TIMEOUT = 2.0
-"""Seconds to read the environment of every process: a busy machine with thousands takes a tenth."""
+"""Timeout in seconds for reading the environment of every process.
+
+A busy machine with thousands of processes takes a tenth of a second.
+"""
 RESTORE_TIMEOUT = 3.0
-"""Seconds for a keeper to make its files again: it is woken, and looks at once."""
+"""Timeout in seconds for a shim to restore its files. A signal makes it check at once."""
 ACKNOWLEDGED = 1.0
-"""Seconds for a keeper to take an order: it never waits for anything longer than an fsync, or it is frozen."""
+"""Timeout in seconds for a shim to acknowledge an order. It never blocks longer than an fsync."""
 GOING = 2.0
-"""Seconds past the grace for a keeper to kill, reap and say farewell."""
+"""Seconds after the grace period for a shim to kill its ranks, reap them and confirm."""
 
 
 def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float, stuck_after: float, reason: str) -> list[Order]:
-    """Stop these generations, and every process of the job's tokens up to `below`; return those that were alive."""
+    """Stop these generations and every process with a token of the job up to `below`.
+
+    Return the generations that were alive.
+
+    Raises:
+        Refused: Something does not die within `stuck_after` seconds.
+    """
     alive: set[Order] = set()
     unproven = []
     groups: dict[int, int] = {}
@@ -40,12 +50,13 @@ def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float
             if confirmed is None or not confirmed["already"]:
                 alive.add(generation.order)
             if confirmed is not None:
-                continue  # nothing that a rank forked can be outside of what its subreaper sees; the keeper ends by itself
+                # The shim is a subreaper and sees all that a rank forked. It exits by itself.
+                continue
             if not recorded:
                 groups.update(_list_groups_below(generation))
             try:
                 _end_keeper(generation)
-            except Refused:  # it hangs in a write, say; what it keeps does not have to live as long
+            except Refused:  # the shim hangs, such as in a write: kill its ranks all the same
                 _kill_what_is_left(job, [generation], groups, below, stuck_after)
                 raise
         _end_supervisor(generation)
@@ -57,9 +68,10 @@ def stop_all(job: JobState, orders: list[Generation], below: Order, grace: float
 
 
 def find_living(job: JobState) -> list[Generation]:
-    """Return what lives here of a job whose records were removed; nothing where they are whole.
+    """Return the living generations of a job whose records were removed.
 
-    Keepers are found by the lock that they hold open, ranks by the token in their environment.
+    Return an empty list if the records are complete. Shims are found by the lock file that they
+    hold open, ranks by the token in their environment.
     """
     if job.is_recorded():
         return []
@@ -67,8 +79,8 @@ def find_living(job: JobState) -> list[Generation]:
     if orders or job.generations():
         orders |= _find_ranks(job)
     else:
-        # Most likely the first launch of a job. To read the environment of a process waits for that
-        # process's memory: one that hangs in the kernel must not keep this node from every launch.
+        # Most likely the first launch of a job. Reading the environment of a process that hangs in
+        # the kernel may block; the timeout keeps it from blocking every launch on this node.
         answer = tools.bounded(lambda: {"orders": sorted(_find_ranks(job))}, SCAN_TIMEOUT)
         orders = {(submission, number) for submission, number in (answer or {"orders": []})["orders"]}
     return [job.generation(order) for order in sorted(orders)]
@@ -88,7 +100,7 @@ def _find_ranks(job: JobState) -> set[Order]:
 
 
 def await_records(generation: Generation) -> bool:
-    """Have a living keeper make its files again where they were removed; return whether they are there."""
+    """Have a living shim restore its removed files; return whether the generation is recorded."""
     if _is_whole(generation):
         return True
     deadline = time.monotonic() + RESTORE_TIMEOUT
@@ -110,7 +122,7 @@ def _is_whole(generation: Generation) -> bool:
 
 
 def _list_groups_below(generation: Generation) -> dict[int, int]:
-    """Return pid and start time of all that a keeper without records has caused to be."""
+    """Return the start time, by pid, of all living descendants of a shim without records."""
     keeper = generation.find_keeper()
     below = processes.list_below(keeper) if keeper is not None else []
     return {process.pid: process.started for process in below}
@@ -123,7 +135,10 @@ def _identify_keeper(generation: Generation) -> tuple[int, int] | None:
 
 
 def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
-    """Leave out those below one that was prepared: that it was is the proof that they went."""
+    """Return the generations that may be alive, newest first.
+
+    Those below a prepared generation are left out: preparing it proved that they were gone.
+    """
     suspects: list[Generation] = []
     for generation in reversed(generations):
         suspects.append(generation)
@@ -133,10 +148,11 @@ def _not_proven_gone(generations: list[Generation]) -> list[Generation]:
 
 
 def _ask_keeper(generation: Generation, grace: float, stuck_after: float, reason: str) -> Json | None:
-    """Have the keeper stop its ranks; return its word that nothing of them is left, if it gives it.
+    """Have the shim stop its ranks; return its confirmation that none is left, or None.
 
     Raises:
-        Refused: the keeper says what does not die. It lives on: without it nothing else may be able to find that.
+        Refused: The shim reports processes that do not die. The shim is left alive, because it may
+            be the only way to find them.
     """
     for attempt in range(2):
         caller = generation.connect("orders", ACKNOWLEDGED)
@@ -150,17 +166,21 @@ def _ask_keeper(generation: Generation, grace: float, stuck_after: float, reason
                         if confirmed is not None and "stuck" in confirmed:
                             confirmed = _await_end(caller, answers, confirmed, stuck_after)
                         return {**confirmed, "already": confirmed["already"] and attempt == 0} if confirmed else None
-                except OSError:  # silent or gone: the next look tells which
+                except OSError:  # silent or gone: the check below finds out which
                     pass
         if not generation.keeper_lives():
             return None
-        if attempt == 0:  # somebody may have frozen it: woken, it still stops its ranks with grace
+        if attempt == 0:  # if it was stopped, SIGCONT lets it stop its ranks gracefully
             _signal(_identify_keeper(generation), signal.SIGCONT)
     return None
 
 
 def _await_end(caller: socket.socket, answers: BinaryIO, said: Json, stuck_after: float) -> Json | None:
-    """Wait for the keeper's word that nothing is left; `said` is what it has said meanwhile."""
+    """Wait for the shim's confirmation that nothing is left; `said` is its latest message.
+
+    Raises:
+        Refused: Something is left after `stuck_after` seconds.
+    """
     deadline = time.monotonic() + stuck_after
     answer: Json | None = said
     while answer is not None and "stuck" in answer:
@@ -174,7 +194,7 @@ def _await_end(caller: socket.socket, answers: BinaryIO, said: Json, stuck_after
 
 
 def _stuck(pids: list[int], stuck_after: float) -> Refused:
-    """Say what does not die, and why that is so."""
+    """Return the refusal that names the processes that do not die, and the remedy."""
     foreign = [pid for pid in pids if not processes.can_signal(pid)]
     if foreign:
         text = (
@@ -187,7 +207,7 @@ def _stuck(pids: list[int], stuck_after: float) -> Refused:
 
 
 def _signal(identity: tuple[int, int] | None, number: int) -> bool:
-    """Signal this very process, if it lives; return whether it does."""
+    """Signal the process with this (pid, start time) if it lives; return whether it does."""
     found = processes.look(identity[0]) if identity else None
     if identity is None or found is None or found.started != identity[1] or not found.lives:
         return False
@@ -196,7 +216,11 @@ def _signal(identity: tuple[int, int] | None, number: int) -> bool:
 
 
 def _end_keeper(generation: Generation) -> None:
-    """Kill a keeper that did not go when asked. Its ranks die with it."""
+    """Kill a shim that did not exit when ordered to. Its ranks die with it.
+
+    Raises:
+        Refused: The shim does not die.
+    """
     deadline = time.monotonic() + GOING
     while generation.keeper_lives():
         identity = _identify_keeper(generation)
@@ -208,7 +232,7 @@ def _end_keeper(generation: Generation) -> None:
 
 
 def _end_supervisor(generation: Generation) -> None:
-    """The keeper's farewell is past: what lives now serves a dead generation."""
+    """Kill the supervisor of a generation whose shim is gone."""
     deadline = time.monotonic() + GOING
     while _signal(generation.identity("supervisor"), signal.SIGKILL) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -222,7 +246,13 @@ def _order_of(rest: str) -> Order | None:
 def _kill_what_is_left(
     job: JobState, unproven: list[Generation], unrecorded: dict[int, int], below: Order, stuck_after: float
 ) -> set[Order]:
-    """Kill until a whole look at /proc, and at the control groups of these generations, finds no process."""
+    """Kill until a full scan of /proc and of the generations' control groups finds no process.
+
+    Return the orders of the tokens and control groups that had processes.
+
+    Raises:
+        Refused: Something is left after `stuck_after` seconds.
+    """
     seen: set[Order] = set()
     groups = {**unrecorded, **{pid: started for generation in unproven for pid, started in generation.groups.items()}}
     cgroups = [(generation.order, folder) for generation in unproven if (folder := generation.cgroup) is not None]

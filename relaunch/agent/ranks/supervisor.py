@@ -1,7 +1,7 @@
 """The supervisor of one generation: serves watchers and peers, reads progress and evidence.
 
-The keeper needs none of it. When the keeper dies it makes sure that no rank outlives it, says so in the
-journal, and stays to tell.
+The shim can run without it. When the shim dies, the supervisor kills the remaining ranks, records
+the shim's death in the journal, and stays to report it to watchers.
 """
 
 from __future__ import annotations
@@ -27,27 +27,36 @@ from relaunch.agent.ranks.progress import RankProgress
 from relaunch.agent.state import Generation, JobState, boot_id
 
 PING = 2.0
-"""Seconds between signs of life to the keeper."""
+"""Seconds between keep-alive messages to the shim."""
 KEEPER_SILENCE = 3.0
-"""Seconds without an answer to a sign of life after which a keeper is called silent: it answers each at once."""
+"""Seconds without an answer to a keep-alive message after which the shim counts as silent.
+
+A shim that runs answers at once.
+"""
 OVERDUE = 0.5
-"""Seconds past the end of the last grace after which the guard should have killed what is left, and evidently has not."""
+"""Seconds after the end of the grace period by which the guard should have killed what is left."""
 COMPARE = (0.5, 2.0)
-"""Seconds, at least and at most, between two comparisons of clocks with the peers while a lease runs; in between a sixth of it."""
+"""Minimum and maximum seconds between clock comparisons with the peers while a lease runs.
+
+Within these limits, the interval is a sixth of the lease.
+"""
 LOOK = 0.5
-"""Seconds between looks at progress while somebody watches: half of the second that heartbeats may be apart."""
+"""Seconds between reads of progress while there is a watcher: half of the 1 s heartbeat limit."""
 WATCHERS = 16
-"""The oldest goes when one more comes: it is the likeliest to be a zombie."""
+"""Maximum connections. One more drops the oldest, which is the most likely to be dead."""
 WATCHER_LIMIT = 16 * 1024 * 1024
-"""Bytes that wait for a watcher: every rank's error file and log tail at once."""
+"""Maximum bytes queued for a watcher: room for the error file and log tail of every rank."""
 KILLING = 0.9
-"""Seconds to see everything dead before saying that the keeper died: ranks are to be gone within one."""
+"""Seconds to kill everything before the shim's death is recorded. Ranks must be gone within 1 s."""
 FAILED = "failed (exitcode: "
-"""What torchrun and ft_launcher log of the rank that failed first, when they have ended the others."""
+"""What torchrun and ft_launcher log about the first failed rank, after they ended the others."""
 LAUNCHER_PATIENCE = 5.0
-"""Seconds from there to the launcher's own end, in which it says more; torchrun needs two on a busy machine."""
+"""Seconds from that log line to the launcher's own exit, in which it logs more.
+
+Torchrun needs two seconds on a busy machine.
+"""
 FAREWELL = 0.8
-"""Less than the keeper gives us."""
+"""Seconds to send the end to watchers: less than the shim waits (shim.FAREWELL)."""
 
 
 class Watcher:
@@ -60,7 +69,7 @@ class Watcher:
 
     @property
     def slow(self) -> bool:
-        """Whether it has read nothing for three heartbeats although something waits for it."""
+        """Return whether data is queued and it read none for three heartbeats (at least 1 s)."""
         return self.channel.behind and now() > self.channel.written_at + max(1.0, 3 * self.heartbeat)
 
 
@@ -73,7 +82,7 @@ class Sockets:
     watch: socket.socket
     peers: socket.socket
     link: int
-    """To the keeper."""
+    """A socket to the shim."""
     guard: int
     """A pipe to the guard."""
 
@@ -87,7 +96,7 @@ def run(
     kernel: kernel_log.Mark,
     news: Json,
 ) -> None:
-    """Be the supervisor. The process was forked from the keeper a moment ago."""
+    """Run the supervisor in a process that was just forked from the shim."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -120,18 +129,24 @@ class Supervisor:
         self.state = "prepared"
         self.alive: list[int] = []
         self.pids: dict[int, int] = {}
-        """pid by rank, of those that the keeper has not reaped."""
+        """Pid by rank, of the ranks that the shim has not reaped."""
         self.lease: Lease | None = None
-        """The keeper's, with what the keeper would have taken by now if it is stopped: this process passes it on to the guard."""
+        """A copy of the shim's lease, plus renewals that a stopped shim has not processed yet.
+
+        The supervisor sends the resulting time of the fence to the guard.
+        """
         self.guard_pid = 0
         self.kill_at: float | None = None
-        """While stopping: when the keeper sends SIGKILL."""
+        """While stopping: when the shim sends SIGKILL."""
         self.killed_at = 0.0
-        """When this process last did so in its place."""
+        """When this process last sent SIGKILL in place of the shim."""
         self.unanswered_since: float | None = None
-        """When the sign of life was sent that the keeper has not answered."""
+        """When the keep-alive message was sent that the shim has not answered."""
         self.alive_until: float | None = None
-        """As of the keeper's last word, which is never later than what it holds by now. None: it cannot fall."""
+        """When the fence is due, as of the shim's last message; None if never.
+
+        The shim may have extended it since.
+        """
         self.leased_until: float | None = None
         self.renewed = False
         self.vouchers = Vouchers(())
@@ -142,16 +157,16 @@ class Supervisor:
         self.kernel = kernel
         self.kernel_reading: Json | None = None
         self.untaken: list[Json] = []
-        """What we said of the keeper's end ourselves and a full disk did not take."""
+        """Observations of the shim's death that could not be written because the disk is full."""
         self.synced = 0
-        """Up to which number the disk has them, as far as the keeper has said."""
+        """Number of the last observation that is on disk, as of the shim's last message."""
         self.watchers: list[Watcher] = []
         self.connections: list[Channel] = []
         self.pattern: re.Pattern[str] | None = None
         self.launches = False
-        """Whether ranks are below a launcher."""
+        """Whether the ranks run below a launcher."""
         self.failed_at: float | None = None
-        """When that was first seen to have said that one of them failed."""
+        """When the launcher's log was first seen to report a failed rank."""
         self.progress: dict[int, RankProgress] = {}
         self.pinged_at = self.looked_at = self.asked_at = 0.0
         self.leave_at: float | None = None
@@ -165,7 +180,7 @@ class Supervisor:
             self.loop.turn(self._next_deadline())
             self._tick()
 
-    # --- the keeper ---
+    # --- the shim ---
 
     def hear_keeper(self, told: Json) -> None:
         self.unanswered_since = None
@@ -203,11 +218,11 @@ class Supervisor:
                 self.progress[rank] = RankProgress(self.generation, rank, self.pattern)
 
     def _keeper_went(self) -> None:
-        """Its end of the line closed: an orderly end was announced, anything else is its death."""
+        """Handle a closed socket: unless the shim announced its end, it has died."""
         if self.state == "gone":
             return
         started = self.generation.started
-        if started is None and self.progress:  # it was removed: we were told of the launch
+        if started is None and self.progress:  # the file was removed, but the launch was announced
             self._kill_what_is_left()
         if started is None or started.get("refused"):
             self.leave_at = now()
@@ -231,7 +246,7 @@ class Supervisor:
         self.leave_at = now() + self.order["lease"]
 
     def _kill_what_is_left(self) -> list[int]:
-        """Kill the ranks and all that they forked; return what would not die."""
+        """Kill the ranks and all that they forked; return the pids that did not die in time."""
         groups, folder = self.generation.groups, self.generation.cgroup
         deadline = time.monotonic() + KILLING
         killed: list[processes.Process] = []
@@ -253,7 +268,7 @@ class Supervisor:
     def _accept(self) -> None:
         try:
             caller, _ = self.listener.accept()
-        except OSError:  # it hung up before we came to it
+        except OSError:  # the caller hung up before accept
             return
         channel = Channel(
             self.loop,
@@ -303,15 +318,18 @@ class Supervisor:
                 self._renew(float(line["renew"]["stamp"]), float(age))
 
     def _renew(self, stamp: float, age: float) -> None:
-        """Pass a renewal on. The guard hears what follows from it here: the keeper may be stopped.
+        """Forward a renewal to the shim, and send the new time of the fence to the guard.
+
+        The guard is informed from here because the shim may be stopped.
 
         Args:
-            stamp: this node's clock in the heartbeat that the watcher has received.
-            age: seconds since then, by the watcher's clock.
+            stamp: This node's clock in the heartbeat that the watcher received.
+            age: Seconds since then, by the watcher's clock.
         """
         at = now()
         if stamp <= at:
-            # Several that waited here while the machine was paused tell of the same time.
+            # Correct the stamp first: several renewals may have waited here during the same pause,
+            # and it must count only once.
             self._count_standstill(measure_standstill(self.standstills.correct(stamp), age, at))
             stamp = min(self.standstills.correct(stamp), at - age)
         if self.lease is not None and self.lease.renew(stamp, at):
@@ -319,13 +337,14 @@ class Supervisor:
         self.link.send({"renew": stamp})
 
     def _count_standstill(self, lost: float) -> None:
-        """Have the lease end earlier by the time for which this node's clock stood still."""
+        """Shorten the lease by the seconds for which this node's clock stood still."""
         if lost > 0.0 and self.lease is not None:
             self.standstills.add(now(), lost)
             self.clocks.forget()
             self.vouchers.forget()
             self.lease.shift(lost)
-            self.link.send({"stood_still": lost})  # before the guard, which may have to kill at once: by then the keeper can know why
+            # Inform the shim first: the guard may kill at once, and the shim needs to know why.
+            self.link.send({"stood_still": lost})
             self._inform_guard()
 
     def _inform_guard(self) -> None:
@@ -333,14 +352,15 @@ class Supervisor:
             return
         try:
             os.write(self.guard, line({"ends": self.lease.ends}))
-        except BlockingIOError:  # a guard that reads nothing is replaced by the keeper
+        except BlockingIOError:  # the shim replaces a guard that reads nothing
             pass
 
     def _send_news(self) -> None:
-        """Send what the journal has for good and each watcher has not."""
+        """Send to each watcher the synced observations that it does not have yet."""
         written = journal.read(self.generation.journal)
         self.observations = [*written, *self.untaken][: self.synced]
-        if self.kernel_reading is None and kernel_log.asked_for(self.observations):  # now, whether or not anybody watches
+        # Read the kernel log now, even if there is no watcher.
+        if self.kernel_reading is None and kernel_log.asked_for(self.observations):
             self.kernel_reading = kernel_log.reading_of(self.generation, self.kernel)
         for watcher in list(self.watchers):
             for observation in self.observations[watcher.seq :]:
@@ -357,7 +377,7 @@ class Supervisor:
         watcher.beat_at = now()
         watcher.due_at = watcher.beat_at + watcher.heartbeat
         if watcher.channel.behind:
-            return  # a heartbeat that waits in a queue would be stale when it is read
+            return  # a queued heartbeat would be stale when it is read
         runs = self.leased_until is not None and self.alive_until is not None
         left = round(max(0.0, self.leased_until - now()), 3) if runs and self.leased_until is not None else None
         reports = {str(rank): progress.report() for rank, progress in self.progress.items()}
@@ -368,7 +388,11 @@ class Supervisor:
         watcher.channel.send({"heartbeat": heartbeat})
 
     def _find_alive(self) -> list[int]:
-        """Ranks that live, by the keeper's word, which comes after that of their exits; where it is silent, by the kernel's too."""
+        """Return the ranks that live, as the shim reported them.
+
+        The shim removes a rank only after it has journaled its exit. If the shim is silent, ranks
+        that are dead according to /proc are left out as well.
+        """
         if self._keeper_silence is None:
             return self.alive
         found = {rank: processes.look(pid) for rank, pid in self.pids.items()}
@@ -376,14 +400,14 @@ class Supervisor:
 
     @property
     def _keeper_silence(self) -> float | None:
-        """For how many seconds the keeper has not answered, where that is long."""
+        """Return the seconds of the shim's silence; None if below KEEPER_SILENCE."""
         if self.unanswered_since is None or now() < self.unanswered_since + KEEPER_SILENCE:
             return None
         return now() - self.unanswered_since
 
     @property
     def _kill_due_at(self) -> float | None:
-        """When to kill what keeper and guard should have killed; None where there is nothing to kill."""
+        """Return when to kill what shim and guard should have killed; None if never."""
         if self.link.closed or self.state not in ("running", "stopping"):
             return None
         ends = None if self.lease is None or self.lease.ends is None else self.lease.ends + float(self.order["stop_grace"])
@@ -391,7 +415,7 @@ class Supervisor:
         return None if due is None else max(due + OVERDUE, self.killed_at + OVERDUE)
 
     def _kill_for_keeper(self) -> None:
-        """Kill the ranks: both the keeper and the guard are stopped, or hang."""
+        """Kill the ranks, because both the shim and the guard are stopped or hang."""
         self.link.hear_pending()
         if self._kill_due_at is None or now() < self._kill_due_at:
             return
@@ -400,17 +424,20 @@ class Supervisor:
             processes.kill(process, signal.SIGKILL)
 
     def _wake_keeper(self) -> None:
-        """Send SIGCONT to a keeper that was stopped: until it goes on, ranks that end are not reported."""
+        """Send SIGCONT to a stopped shim: while it is stopped, exits of ranks are not reported."""
         found = processes.look(self.keeper.pid)
         if found is not None and found.state == "T":
             processes.kill(self.keeper, signal.SIGCONT)
 
     def _look(self) -> None:
-        """Read progress; where a step or a checkpoint advanced, the next heartbeat comes within a second of the last."""
+        """Read the progress of all ranks.
+
+        If a step or a checkpoint changed, the next heartbeat comes within 1 s of the last one.
+        """
         self.looked_at = now()
         if self.launches:
             launched = self.generation.launched
-            self._follow(launched)  # a launcher may number them otherwise than it was told
+            self._follow(launched)  # a launcher may assign other rank numbers than the order gave
             self._see_failure(launched)
         advanced = [progress.read() for progress in self.progress.values()]
         if any(advanced):
@@ -418,7 +445,10 @@ class Supervisor:
                 watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
 
     def _see_failure(self, launched: Dict[int, Tuple[int, int]]) -> None:
-        """Notice a launcher that has seen a rank fail and does not end: ft_launcher waits for those of other nodes, up to five minutes."""
+        """Report a launcher that logged a failed rank but does not exit to the shim.
+
+        Ft_launcher waits up to five minutes for the launchers of other nodes.
+        """
         if all(processes.lives(*one) for one in launched.values()):
             return
         if self.failed_at is None:
@@ -447,7 +477,11 @@ class Supervisor:
 
     @property
     def _ask_at(self) -> float | None:
-        """When the peers are to be asked next, if they are: for their clocks while leased, for their word once the lease has passed."""
+        """Return when to ask the peers next, or None.
+
+        While the lease runs, peers are asked for their clocks; once it has expired, whether they
+        vouch for this generation.
+        """
         if self.leased_until is None or not self.renewed:
             return None
         often = self.asked_at + min(1.0, float(self.order["fence_after"]) / 5)
@@ -477,7 +511,7 @@ class Supervisor:
                 self._beat(watcher)
 
     def _ping(self) -> None:
-        """Show the keeper that this process lives, and see whether the keeper does."""
+        """Send a keep-alive message to the shim; if the shim is silent, continue it if stopped."""
         if self.unanswered_since is None:
             self.unanswered_since = now()
             self.link.send({"alive": True})
@@ -487,16 +521,20 @@ class Supervisor:
     # --- peers ---
 
     def _vitals(self) -> tuple[bool, bool]:
-        """Whether we are alive, and leased. What the keeper has said meanwhile is heard first: who stops is not alive."""
+        """Return (alive, leased) of this node's part of the generation.
+
+        Pending messages of the shim are handled first: a generation that is stopping is not alive.
+        """
         self.link.hear_pending()
         at = now()
         alive = self.state == "running" and bool(self.alive) and (self.alive_until is None or at < self.alive_until)
         return alive, alive and self.renewed and self.leased_until is not None and at < self.leased_until
 
     def _see_alone(self) -> None:
-        """Fence where nothing of the generation can be left elsewhere, and no controller watches it here.
+        """Fence if a peer refused the connection, no peer answers and no controller watches here.
 
-        So a machine finds itself that was paused while its gang was stopped: no peer tells it the time.
+        This covers a machine that was paused while its gang was stopped elsewhere: no peer is left
+        whose clock would show the pause.
         """
         if self.state != "running" or not self.renewed or not self.fences or not self.peers.is_alone:
             return
@@ -505,7 +543,8 @@ class Supervisor:
             self.link.send({"alone": f"no controller watches here, no peer answers, and nothing of this generation lives on {named}"})
             self.peers.refused.clear()
             return
-        for watcher in self.watchers:  # one that is gone is seen to be gone when something is sent to it
+        # Sending a heartbeat soon detects watchers that are gone.
+        for watcher in self.watchers:
             watcher.due_at = min(watcher.due_at, watcher.beat_at + 1.0)
 
     def _peer_answered(self, answer: Answer) -> None:

@@ -1,6 +1,8 @@
-"""Keeps the folder of a living generation: held against systemd-tmpfiles, and made again where it was removed.
+"""Keep the folder of a living generation in place.
 
-Part of the keeper, which knows all that these files have to say. Decides nothing about ranks.
+Locks the folder so that systemd-tmpfiles does not clean it, and creates again what was removed.
+This is part of the shim, which has the content of all these files in memory. It makes no decisions
+about ranks.
 """
 
 from __future__ import annotations
@@ -16,32 +18,35 @@ from relaunch.agent.protocol import Json, Token, now
 from relaunch.agent.state import Generation, JobState, read_json, try_lock, write_json
 
 LOOK_INTERVAL = 2.0
-"""Seconds between looks at whether everything is there: a dozen system calls."""
+"""Seconds between checks that all files exist. A check takes about a dozen system calls."""
 SOCKETS = ("orders", "sock")
 
 
 class FolderUpkeep:
     def __init__(self, generation: Generation, token: Token, order: Json, lock: int) -> None:
-        """`lock`: the handle of keeper.lock, which this process was born with."""
+        """Start upkeep; `lock` is the descriptor of keeper.lock, held since this process began."""
         self.generation = generation
         self.job = JobState.of(generation.state, token)
         self.order = order
         self.lock = lock
         self.launch: Optional[Json] = None
-        """What started.json says."""
+        """The content of started.json; None before the launch."""
         self.due_at = now() + LOOK_INTERVAL
         self._held: Dict[Path, int] = {}
         self._logs: Dict[int, int] = {}
-        """Handles of removed logs, by rank: what a rank prints can be read as long as this process lives."""
+        """Descriptors of removed logs, by rank.
+
+        They keep the output of a rank readable for as long as this process lives.
+        """
         self._was_restored = False
         self.highest = read_json(self.job.path / "highest.json")
-        """As it was when this generation was prepared."""
+        """The content of highest.json when this generation was prepared."""
         self.hold()
 
-    # --- held ---
+    # --- locking folders ---
 
     def _list_folders(self) -> List[Path]:
-        """Return what has to be there, from the outermost folder on."""
+        """Return the folders that must exist, outermost first."""
         own = self.generation.path
         inner = [own / name for name in ("logs", "errors", "progress", "launched")]
         return [*self._list_outer(), own, *inner]
@@ -52,11 +57,11 @@ class FolderUpkeep:
         return [*above, state, state / "jobs", self.job.path]
 
     def hold(self) -> None:
-        """Hold every folder by the shared lock at which systemd-tmpfiles passes a folder by."""
+        """Take a shared lock on every folder. Systemd-tmpfiles skips folders that are locked."""
         for path in [*self._list_outer(), self.generation.path]:
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            except OSError:  # removed: the next look makes it again
+            except OSError:  # removed: the next check creates it again
                 continue
             held = self._held.get(path)
             if held is not None and os.path.sameopenfile(held, handle):
@@ -64,17 +69,17 @@ class FolderUpkeep:
                 continue
             try:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:  # systemd-tmpfiles looks at it at this moment, or it cannot be locked there
+            except OSError:  # locked by systemd-tmpfiles right now, or locks are not supported
                 os.close(handle)
                 continue
             self._held[path] = handle
             if held is not None:
                 os.close(held)
 
-    # --- made again ---
+    # --- restoring files ---
 
     def find_missing(self) -> List[Path]:
-        """Return what has to be there and is not; says when to look again."""
+        """Return the folders and files that are missing, and set the time of the next check."""
         self.due_at = now() + LOOK_INTERVAL
         self.hold()
         own = self.generation.path
@@ -85,10 +90,12 @@ class FolderUpkeep:
         return [path for path in [*self._list_folders(), *files] if not os.path.lexists(path)]
 
     def restore(self, missing: List[Path], alive: Dict[int, int]) -> None:
-        """Make folders and files again; the journal and the sockets are the keeper's to do.
+        """Create missing folders and files again, except the journal and the sockets.
+
+        The shim restores the journal and the sockets itself.
 
         Raises:
-            OSError, folders.FolderError: It cannot be done now.
+            OSError, folders.FolderError: They cannot be created now.
         """
         own = self.generation.path
         disk.log(f"removed while this generation lives, made again: {', '.join(map(str, missing))}")
@@ -98,7 +105,7 @@ class FolderUpkeep:
             elif path in missing:
                 folders.secure_folder(path)
         if own / "keeper.lock" in missing:
-            # It gets its name when it is held: in between it would say that no keeper lives.
+            # Lock the file first, then rename it: an unlocked keeper.lock means that no shim lives.
             lock = try_lock(own / ".keeper.lock.restored")
             if lock is not None:
                 os.rename(own / ".keeper.lock.restored", own / "keeper.lock")
@@ -119,14 +126,14 @@ class FolderUpkeep:
         self.hold()
 
     def _relink_logs(self, alive: Dict[int, int]) -> None:
-        """Where the log of a living rank was removed, have its name lead to the file that the rank writes on."""
+        """Replace each removed log of a living rank by a symlink to the file it still writes."""
         for rank, pid in alive.items():
             log = self.generation.log(rank)
             if os.path.lexists(log):
                 continue
             try:
                 handle = os.open(f"/proc/{pid}/fd/1", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-            except OSError:  # it ended, or has closed its stdout
+            except OSError:  # the rank ended, or has closed its stdout
                 continue
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 os.close(handle)
@@ -137,9 +144,9 @@ class FolderUpkeep:
             os.symlink(f"/proc/{os.getpid()}/fd/{handle}", log)
 
     def _restore_highest(self) -> None:
-        """Write again what was prepared here; what an order has written meanwhile stays.
+        """Write highest.json again, unless an order has written it in the meantime.
 
-        Not under the job's lock: an order that has it may wait for just this.
+        This does not take the job's lock: an order that holds it may be waiting for this file.
         """
         path = self.job.path / "highest.json"
         if self.highest is None:
@@ -154,7 +161,11 @@ class FolderUpkeep:
         os.unlink(partial)
 
     def find_successor(self) -> Optional[str]:
-        """Return why this generation may not live on, once, where an order was carried out without its records."""
+        """Return why this generation must end, or None.
+
+        After files were restored, this checks once whether the generation was stopped, or a higher
+        one prepared, while its records were missing.
+        """
         if not self._was_restored:
             return None
         self._was_restored = False

@@ -1,4 +1,7 @@
-"""The watch command: passes on what the supervisor of a generation says, or, when it is gone, what its journal says."""
+"""The watch command: relays the messages of a generation's supervisor.
+
+When the supervisor is gone, the command reports the observations in the journal instead.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,17 @@ from relaunch.agent.ranks.stop import await_records
 from relaunch.agent.state import Generation, JobState, boot_id, read_json
 
 LOCK_PATIENCE = 120.0
-"""As for the orders: a stop that holds the lock takes its grace and its proof."""
+"""Seconds to wait for the job's lock. A stop holds it for its grace period and its proof."""
 HELLO_PATIENCE = 15.0
-"""Seconds to be greeted: longer than a keeper waits before it replaces a frozen supervisor."""
+"""Seconds to wait for the first message of a supervisor.
+
+Longer than a shim waits before it replaces a supervisor that does not respond.
+"""
 RETRY = 0.02
 
 
 class Closed(Exception):
-    """Whoever watched went away."""
+    """The watching client has closed its connection."""
 
 
 class Watch:
@@ -64,7 +70,10 @@ class Watch:
             return
 
     def _supervisor_serves(self) -> bool:
-        """Whether a supervisor outlived its keeper: the socket answers as long as one process listens."""
+        """Return whether a supervisor outlived its shim.
+
+        The socket accepts connections as long as any process listens on it.
+        """
         probe = self.generation.connect("sock", timeout=1.0)
         if probe is None:
             return False
@@ -79,10 +88,10 @@ class Watch:
     # --- from the supervisor ---
 
     def _relay(self, supervisor: socket.socket) -> bool:
-        """Pass lines both ways; return whether it said that this was the end."""
+        """Relay lines in both directions; return whether the supervisor announced the end."""
         try:
             supervisor.sendall(line({"watch": {"after_seq": self.after, "heartbeat": self.heartbeat}}))
-        except OSError:  # it died between two lines: look again
+        except OSError:  # it died just now: the caller tries again
             return False
         heard = bytearray()
         silent_until: float | None = time.monotonic() + HELLO_PATIENCE
@@ -111,7 +120,7 @@ class Watch:
 
     def _pass_on(self, text: bytes) -> bool:
         if text.startswith(b'{"hello"'):
-            if self.greeted:  # the supervisor was replaced: its watchers need not know
+            if self.greeted:  # the supervisor was replaced: do not repeat the hello
                 return False
             self.greeted = True
         elif text.startswith(b'{"observation"'):
@@ -123,7 +132,11 @@ class Watch:
         return text.startswith(b'{"end"')
 
     def _take_input(self, supervisor: socket.socket | None) -> None:
-        """Pass on renewals. While nobody is there to hear them they are lost, as heartbeats are."""
+        """Relay renewals to the supervisor. While there is none, they are dropped.
+
+        Raises:
+            Closed: The watching client has closed its connection.
+        """
         data = os.read(self.reading, 65536)
         if not data:
             raise Closed
@@ -136,7 +149,7 @@ class Watch:
             if supervisor is not None and value is not None and "renew" in value:
                 try:
                     supervisor.sendall(line({"renew": value["renew"]}))
-                except OSError:  # the reading side sees it too
+                except OSError:  # the read in _relay fails as well
                     return
 
     def _write(self, data: bytes) -> None:
@@ -155,7 +168,8 @@ class Watch:
             if vanished is not None:
                 record = journal.Journal(self.generation.journal)
                 record.append(("RanksVanished", vanished))
-                # On a full disk it is told all the same: the next look comes to the same, by the same number.
+                # On a full disk, report it all the same: the next watch derives the same
+                # observation with the same number.
                 record.close()
                 observations = [*journal.read(self.generation.journal), *record.pending]
         if not self.greeted:
@@ -168,7 +182,7 @@ class Watch:
         self._write(line({"end": {"seq": len(observations)}}))
 
     def _vanished(self, observations: list[Json]) -> Json | None:
-        """Return what to add to a journal that does not tell the end of every rank."""
+        """Return the fields of a RanksVanished observation if exits are missing, else None."""
         started = self.generation.started
         if started is None or started.get("refused") or journal.told_of_the_end(observations):
             return None

@@ -1,1 +1,4 @@
-"""Nodes that are container instances of an Amazon ECS cluster: what runs there are tasks, and what is known of them ECS says."""
+"""Backend for nodes that are container instances of an Amazon ECS cluster.
+
+Ranks run as ECS tasks, and their state is read from ECS.
+"""

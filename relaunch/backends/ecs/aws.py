@@ -1,4 +1,7 @@
-"""Calls AWS, each call once and within bounds of time and rate. What a failure means for the call is said; what to do about it is not."""
+"""Calls AWS. Each call is sent once, with a timeout and, for ECS, a rate limit.
+
+Errors are classified by what they mean for the call; how to react is left to the caller.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from enum import StrEnum
 from typing import Any
 
 THREADS = 16
-"""Calls under way at once: at 30 calls a second and 0.1 s each three are enough; long polls of queues have one each."""
+"""Concurrent calls. At 30 calls a second of 0.1 s each three are enough; each long poll of a queue
+occupies one more.
+"""
 CONNECT_WITHIN, ANSWER_WITHIN = 3.0, 10.0
 LONG_POLL = 25.0
-"""SQS lets a receiver wait up to 20 s."""
+"""Read timeout of SQS in seconds; a receiver may wait up to 20."""
 RATES = {"read": (10.0, 50), "modify": (20.0, 50)}
-"""Calls a second, and in a burst: half of what ECS gives an account (Amazon ECS API Reference, request throttling); others use it too."""
+"""Calls per second, and size of a burst: half of what ECS grants an account (Amazon ECS API
+Reference, request throttling), because other programs use the account too.
+"""
 READS = frozenset(
     {"DescribeTasks", "ListTasks", "DescribeContainerInstances", "ListContainerInstances", "DescribeClusters", "ListAttributes"}
 )
@@ -46,18 +53,18 @@ DENIALS = (
     "NotAuthorized",
     "OptInRequired",
 )
-"""Beginnings of error codes, as services spell them with and without Exception behind."""
+"""Prefixes of error codes; some services append Exception, and some do not."""
 
 
 class Kind(StrEnum):
     THROTTLED = "THROTTLED"
-    """Not applied; too much was asked of the account."""
+    """Not applied: the account's rate limit was exceeded."""
     UNAVAILABLE = "UNAVAILABLE"
-    """No answer, or one that AWS failed: whether it was applied is not known."""
+    """Not known whether it was applied: no answer, or a server error."""
     REFUSED = "REFUSED"
-    """Not applied: what was asked cannot be done."""
+    """Not applied: the request cannot be carried out."""
     DENIED = "DENIED"
-    """Not applied: these credentials may not do it, or there are none."""
+    """Not applied: the credentials are missing or do not permit the call."""
 
 
 class AwsError(Exception):
@@ -65,14 +72,14 @@ class AwsError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.code = code
-        """AWS's, empty where it gave none."""
+        """Error code of AWS; empty if it gave none."""
         self.kind = kind
         self.response: Mapping[str, Any] = response or {}
-        """All that AWS said: some errors have fields of their own."""
+        """Whole response of AWS: some errors have fields of their own."""
 
 
 class Bucket:
-    """So many calls a second, and some more in a burst; whoever is too early waits."""
+    """Token bucket that limits calls per second, allows bursts, and delays excess calls."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._every = 1 / rate
@@ -87,7 +94,10 @@ class Bucket:
 
 
 class Aws:
-    """The services of one region, by whatever credentials and endpoint boto3 finds. Belongs to one event loop."""
+    """Clients for the AWS services of one region. Belongs to one event loop.
+
+    Credentials and endpoints are those that boto3 finds.
+    """
 
     def __init__(self, region: str | None) -> None:
         self._region = region
@@ -96,13 +106,15 @@ class Aws:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="aws")
         self._buckets = {kind: Bucket(*rate) for kind, rate in RATES.items()}
         self.calls: Counter[str] = Counter()
-        """How many were sent, by `ecs.DescribeTasks`."""
+        """Number of calls sent, by name, such as `ecs.DescribeTasks`."""
 
     async def call(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
-        """Call `operation`, as the API reference spells it, with its request's fields, and return its answer.
+        """Call an operation with its request's fields, and return its answer.
+
+        `operation` is spelled as in the API reference.
 
         Raises:
-            AwsError: it was not answered, or the answer is an error.
+            AwsError: There was no answer, or the answer is an error.
         """
         if service == "ecs" and (kind := "read" if operation in READS else "modify" if operation in MODIFIES else None):
             await self._buckets[kind].take()
@@ -111,7 +123,7 @@ class Aws:
         return answer
 
     async def close(self) -> None:
-        """Send nothing more. What is under way ends by itself, within its own bounds."""
+        """Send no further calls. Calls in flight end by themselves, within their own timeouts."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._making:
             clients, self._clients = list(self._clients.values()), {}
@@ -119,7 +131,7 @@ class Aws:
             client.close()
 
     def _send(self, service: str, operation: str, request: dict[str, Any]) -> dict[str, Any]:
-        # Not above: whoever replays a workflow must not pay 0.3 s for it.
+        # Imported here, because the import takes 0.3 s, which a workflow replay must not pay.
         from botocore import xform_name  # type: ignore[import-untyped]
         from botocore.exceptions import (  # type: ignore[import-untyped]
             BotoCoreError,
@@ -160,12 +172,13 @@ class Aws:
                 import boto3  # type: ignore[import-untyped]
                 from botocore.config import Config  # type: ignore[import-untyped]
 
-                # Where it found what: at INFO, of each client.
+                # botocore logs at INFO, for each client, where it found credentials.
                 logging.getLogger("botocore").setLevel(logging.WARNING)
                 config = Config(
                     connect_timeout=CONNECT_WITHIN,
                     read_timeout=LONG_POLL if service == "sqs" else ANSWER_WITHIN,
-                    # Whoever calls repeats it: a second layer of tries would only hide how AWS is.
+                    # The caller retries: a second layer of retries would only hide the state of
+                    # AWS.
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     max_pool_connections=THREADS,
                 )
@@ -174,7 +187,7 @@ class Aws:
 
 
 def _told(what: str, response: Mapping[str, Any]) -> AwsError:
-    """Read an error that AWS answered with."""
+    """Return the classified error for an error response of AWS."""
     error = response.get("Error") or {}
     code, status = str(error.get("Code") or ""), int((response.get("ResponseMetadata") or {}).get("HTTPStatusCode") or 0)
     if code.startswith(THROTTLES) or status == 429:

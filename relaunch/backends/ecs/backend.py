@@ -1,6 +1,9 @@
-"""Nodes of an Amazon ECS cluster, as `base.Backend` has nodes: a rank is a task, and a node is an EC2 instance.
+"""Implements `base.Backend` for the nodes of an Amazon ECS cluster.
 
-Ranks hold no lease: one that cannot be seen may run, so silence is never proof.
+A node is an EC2 instance, and a rank is a task.
+
+Ranks hold no lease: a rank that cannot be observed may still run, so silence never proves that it
+has ended.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ from relaunch.spec.fleet import EcsOptions, FleetNode, FleetSpec
 
 LOOK_AGAIN = 1.0
 LAST_LOOK = 20.0
-"""Seconds that a node may take to say which boot it is in, before it is rebooted: as a probe has."""
+"""Seconds that a node may take to report its boot id before it is rebooted: the same as for a
+probe.
+"""
 NOT_READ = {"unreadable": "ECS tells how many GPUs a machine has, not who computes on them"}
 
 
@@ -55,10 +60,15 @@ class EcsBackend:
     sees_people: ClassVar[bool] = True
 
     def __init__(self, spec: FleetSpec, options: EcsOptions, settles: float = SETTLES) -> None:
-        """`options`: with what the environment adds. `settles`: seconds until ECS tells everybody what it has told one.
+        """Create a backend.
+
+        Args:
+            spec: Fleet file.
+            options: ECS options, with those taken from the environment.
+            settles: Seconds until a change in ECS is visible to every caller.
 
         Raises:
-            ValueError: no cluster is named.
+            ValueError: No cluster is named.
         """
         if options.cluster is None:
             raise ValueError(f"fleet {spec.name}: ecs.cluster is missing, expected the name or ARN of its ECS cluster")
@@ -113,7 +123,10 @@ class EcsBackend:
                 await feed.close()
 
     async def _find(self, ec2_id: str, token: Token) -> str | None:
-        """Return the task that is the rank of a generation; None: ECS knows none, and had the time to."""
+        """Return the ARN of the task of a generation; None if ECS knows none.
+
+        Before returning None it waits `settles` seconds, because ECS is eventually consistent.
+        """
         if (ran := self._launcher.ran(ec2_id, token)) is not None:
             return ran
         until = asyncio.get_running_loop().time() + self._settles
@@ -129,7 +142,7 @@ class EcsBackend:
         ec2_id = self._ec2_id(node)
         with _asked(node):
             tasks = await self.cluster.census(ec2_id)
-            # Which has looked at the instance, too: a fleet asks this of every node every minute.
+            # The census has just read the instance too: a fleet lists every node every minute.
             instance = await self.cluster.instance(ec2_id, max_age=JUST_NOW)
             if (silent := self.cluster.silent_for(instance.arn)) > AGENT_FLAPS:
                 raise Unreachable(node, f"the ECS agent of {ec2_id} has not been connected for {silent:.0f} s")
@@ -143,7 +156,7 @@ class EcsBackend:
     ) -> Logs | Refused:
         task = await self._task(node, token)
         if (agent := self._agents_of(node, task)) is not None:
-            # It has ended, or cannot be reached: then where CloudWatch Logs has it is told.
+            # If the task has ended or is unreachable, report where CloudWatch Logs has its output.
             with contextlib.suppress(BackendError):
                 async with agent as session:
                     return await session.logs(token, offsets, max_bytes, wait, tail)
@@ -161,13 +174,13 @@ class EcsBackend:
             return await self.cluster.task_of(self._ec2_id(node), started_by(token))
 
     def _agents_of(self, node: str, task: Task | None) -> AbstractAsyncContextManager[AgentSession] | None:
-        """The agent in a task, if it has one and may be asked."""
+        """Return a session with the agent in a task; None if there is none that can be asked."""
         if task is None or task.stopped or task.port is None or self.options.agent_key is None:
             return None
         return self._agents.session(node, task)
 
     async def _address(self, node: str) -> str:
-        """Where the containers of a node listen."""
+        """Return the address at which the containers of a node listen."""
         if (known := self.node(node).network) is not None:
             return known
         with _asked(node):
@@ -213,7 +226,7 @@ class EcsBackend:
         with _asked(node):
             return await self.repairs.cycle_power(node, self._ec2_id(node), id, within)
 
-    # --- beside ranks
+    # --- notifications, events and attributes
 
     async def tell_people(self, subject: str, text: str) -> str:
         if self._topic is None:
@@ -222,11 +235,11 @@ class EcsBackend:
         return f"{self.options.topic} was told"
 
     def events(self) -> SqsEvents | None:
-        """The queue of the cluster's events, where there is one."""
+        """Return the reader of the cluster's event queue; None if no queue is configured."""
         return self._events
 
     def marks(self) -> Marks:
-        """What follows the fleet: its quarantines as attributes, and the tables of old dashboards, where some are named."""
+        """Return the writer of quarantine attributes and of the dashboard tables, if configured."""
         return self._marks
 
     async def close(self) -> None:
@@ -246,9 +259,11 @@ def _asked(node: str) -> Iterator[None]:
 
 
 def jobs_of(tasks: Iterable[Task], attributes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Tell of ranks as an agent's `list` does; those of the last hour too, for they say which generations there were.
+    """Return the jobs on a node in the format of an agent's `list`.
 
-    Of a job that has had no task here within that hour its attribute alone is left, which does not say whose it is.
+    Ranks that ended within the last hour are included, because they show which generations there
+    were. For a job with no task here within that hour only its attribute is left, which does not
+    say which job it belongs to, so the job is not listed.
     """
     jobs: dict[tuple[str, str], dict[tuple[int, int], list[dict[str, Any]]]] = {}
     for task in tasks:

@@ -1,4 +1,7 @@
-"""Asks once for what several want to know at the same moment. Remembers nothing: whoever asks is told what holds after he asked."""
+"""Combines concurrent requests for the same kind of object into one call. Nothing is cached.
+
+An answer always reflects a call that was made after the request.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 GATHER = 0.05
-"""Seconds to wait for others: far below what a person or a poll notices, and a gang of hundreds asks within it."""
+"""Seconds to collect requests: far below what a user or a poll notices, and a gang of hundreds
+makes its requests within it.
+"""
 ALONGSIDE = 2
-"""Asks under way at once; whoever comes meanwhile is gathered into the next. Calls are limited: were each asked for by himself, those of
-a hundred jobs that are launched together would wait for one another until their launches have run out of time. Two, so that a lost answer
-does not hold up everybody."""
+"""Calls in flight at once; requests that arrive meanwhile are collected for the next call. AWS
+limits the rate of calls: with one call per request, a hundred jobs launched together would wait for
+one another until their launches time out. Two, so that one lost answer does not delay all requests.
+"""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -19,7 +25,7 @@ V = TypeVar("V")
 
 class Batch(Generic[K, V]):
     def __init__(self, ask: Callable[[tuple[K, ...]], Awaitable[Mapping[K, V]]]) -> None:
-        """`ask` answers for every key, or raises."""
+        """Create a batch. `ask` returns a value for every key, or raises."""
         self._ask = ask
         self._waiting: dict[K, list[asyncio.Future[V]]] = {}
         self._next: asyncio.Task[None] | None = None
@@ -27,7 +33,7 @@ class Batch(Generic[K, V]):
         self._room = asyncio.Semaphore(ALONGSIDE)
 
     async def get(self, key: K) -> V:
-        """Raises what `ask` raises."""
+        """Return the value of a key. Raise what `ask` raises."""
         future: asyncio.Future[V] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
         if self._next is None:
@@ -52,7 +58,7 @@ class Batch(Generic[K, V]):
             for future in _open((waiting or self._waiting).values()):
                 future.cancel()
             raise
-        except Exception as error:  # handed to each who asked
+        except Exception as error:  # passed on to every caller of `get`
             for future in _open(waiting.values()):
                 future.set_exception(error)
         else:
@@ -62,5 +68,5 @@ class Batch(Generic[K, V]):
 
 
 def _open(lists: Iterable[list[asyncio.Future[V]]]) -> list[asyncio.Future[V]]:
-    """Those whose caller still waits."""
+    """Return the futures whose caller still waits."""
     return [future for futures in lists for future in futures if not future.done()]

@@ -1,7 +1,8 @@
-"""What an ECS cluster says of its tasks and instances, asked for by many at once, and what it is told to do. It decides nothing.
+"""Reads tasks and instances of an ECS cluster, and sends it orders. It makes no decisions.
 
-ECS is eventually consistent and throttles an account as a whole: what several ask for within a moment is one call, and everything that is
-followed is looked at together, a hundred in a call.
+ECS is eventually consistent and throttles per account. Concurrent requests for the same kind of
+object are therefore combined into one call, and all followed tasks are polled together, a hundred
+per call.
 """
 
 from __future__ import annotations
@@ -19,19 +20,29 @@ from relaunch.backends.ecs.follow import Followed, Follower
 from relaunch.backends.ecs.tasks import Definition, Failure, Instance, Task, read_definition, read_instance, read_task, seconds
 
 AT_ONCE = 100
-"""Of DescribeTasks and DescribeContainerInstances, and the longest page of their lists."""
+"""Limit of ids per call of DescribeTasks and DescribeContainerInstances, and the largest page size
+of their lists.
+"""
 IDS_AT_ONCE = 50
-"""Instance ids in one filter: some 1,100 characters; the API reference gives no limit."""
+"""Instance ids in one filter, about 1,100 characters; the API reference gives no limit."""
 FEW = 4
-"""Nodes whose tasks are listed node by node; for more, the whole cluster's list is shorter."""
+"""Number of instances up to which tasks are listed per instance. Above it, one list of the whole
+cluster takes fewer calls.
+"""
 DEFINITION_FOR = 30.0
-"""Seconds for which a family's newest revision is remembered: long enough for all nodes of a launch."""
+"""Seconds for which the newest revision of a family is cached: long enough for all nodes of a
+launch.
+"""
 STOPPED_KEPT = 3600.0
-"""Seconds: what has stopped does not change, and ECS itself forgets it after an hour."""
+"""Seconds for which stopped tasks are cached. They no longer change, and ECS itself forgets them
+after an hour.
+"""
 FIRST_LOOK, LONGEST_LOOK = 0.5, 4.0
-"""Seconds between two looks at tasks whose end is waited for: a stopped one takes from one to thirty seconds."""
+"""Shortest and longest interval in seconds between polls of a task whose end is awaited: stopping
+takes between one and thirty seconds.
+"""
 GONE = ("stopped", "terminated")
-"""States of EC2 in which nothing runs on a machine any more."""
+"""EC2 instance states in which no process can run on the machine."""
 
 
 class UnknownInstance(LookupError):
@@ -44,14 +55,16 @@ class UnknownInstance(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What EC2 says of an instance."""
+    """State of an EC2 instance, as EC2 reports it."""
 
     state: str
-    """pending, running, stopping, stopped, shutting-down or terminated; empty: EC2 does not know it."""
+    """pending, running, stopping, stopped, shutting-down or terminated; empty if EC2 does not know
+    the instance.
+    """
     address: str
-    """On the private network; empty: it has none."""
+    """Private IP address; empty if it has none."""
     launched_at: float | None
-    """Unix seconds: of its newest start, not of a reboot."""
+    """Unix seconds of the newest start; a reboot does not change it."""
 
 
 class Cluster:
@@ -67,7 +80,7 @@ class Cluster:
         self._known: dict[str, tuple[Instance, float]] = {}
         self._ended: dict[str, tuple[Task, float]] = {}
         self._placed: dict[str, str] = {}
-        """The container instance of each task in the whole cluster's newest list."""
+        """ARN of the container instance of each task, from the newest list of the whole cluster."""
         self._defined: dict[str, tuple[Definition, float]] = {}
         self._silent: dict[str, float] = {}
         self._follower = Follower(self, poll)
@@ -75,15 +88,18 @@ class Cluster:
     # --- instances
 
     async def instance(self, ec2_id: str, max_age: float = 0.0) -> Instance:
-        """Return the container instance of a machine; of several, as a lost checkpoint of its agent leaves them, the one in use.
+        """Return the container instance of an EC2 instance.
+
+        An EC2 instance has several if its ECS agent lost its checkpoint; the one in use is
+        returned.
 
         Args:
-            ec2_id: Of the machine.
-            max_age: Seconds that what is told may be old; 0: asks now.
+            ec2_id: Id of the EC2 instance.
+            max_age: Seconds that a cached answer may be old; 0 always asks ECS.
 
         Raises:
-            UnknownInstance: there is none.
-            AwsError: nobody could be asked.
+            UnknownInstance: The cluster has no such container instance.
+            AwsError: The call failed.
         """
         known = self._known.get(ec2_id)
         if known is not None and max_age and time.monotonic() - known[1] <= max_age:
@@ -94,7 +110,10 @@ class Cluster:
         return found[0]
 
     def silent_for(self, arn: str) -> float:
-        """Seconds for which this cluster has known that the agent of a container instance is not connected; 0: it is, for all we know."""
+        """Return the seconds for which the ECS agent of an instance has been seen disconnected.
+
+        Return 0 if it is connected as far as known.
+        """
         since = self._silent.get(arn)
         return 0.0 if since is None else time.monotonic() - since
 
@@ -102,11 +121,11 @@ class Cluster:
         return await self._machines.get(ec2_id)
 
     async def ec2_state(self, ec2_id: str) -> str:
-        """Return EC2's word for what the machine does; empty where EC2 does not know it."""
+        """Return the EC2 state of an instance; empty if EC2 does not know the instance."""
         return (await self._machines.get(ec2_id)).state
 
     async def put_attributes(self, arn: str, attributes: Mapping[str, str | None]) -> None:
-        """Set attributes of a container instance; None removes one."""
+        """Set attributes of a container instance; the value None removes an attribute."""
         target = {"targetType": "container-instance", "targetId": arn}
         if unwanted := [{"name": name, **target} for name, value in attributes.items() if value is None]:
             await self._ecs("DeleteAttributes", attributes=unwanted)
@@ -116,36 +135,43 @@ class Cluster:
     # --- tasks
 
     async def tasks_on(self, ec2_id: str) -> tuple[Task, ...]:
-        """Return every task there that has not stopped, whosesoever, also one that is being stopped.
+        """Return every task on the instance that has not stopped.
+
+        Tasks of any owner are included, and so are tasks that are being stopped.
 
         Raises:
-            UnknownInstance: there is no such container instance.
-            AwsError: nobody could be asked.
+            UnknownInstance: The cluster has no such container instance.
+            AwsError: The call failed.
         """
         return tuple(task for task in await self.census(ec2_id) if not task.stopped)
 
     async def task_of(self, ec2_id: str, started_by: str) -> Task | None:
-        """Return the task there that was started by this name, also one that stopped within the last hour; of several, one that runs."""
+        """Return the task on the instance that has this `startedBy`.
+
+        Tasks stopped within the last hour are included. Of several, one that has not stopped is
+        preferred, then the newest.
+        """
         found = [task for task in await self.census(ec2_id) if task.started_by == started_by]
         return max(found, key=lambda task: (not task.stopped, task.created_at or 0.0), default=None)
 
     async def census(self, ec2_id: str) -> tuple[Task, ...]:
-        """Return all tasks there, with those that stopped within the last hour."""
+        """Return all tasks on the instance, including those stopped within the last hour."""
         found = await self._census.get(ec2_id)
         if found is None:
             raise UnknownInstance(ec2_id, self.name)
         return found
 
     async def task(self, arn: str) -> Task | None:
-        """Return a task; None: ECS does not know it, any more or yet."""
+        """Return a task; None if ECS does not know it (yet or any more)."""
         return await self._tasks.get(arn)
 
     async def run(self, request: Mapping[str, Any], at: str = "") -> Task | Failure:
-        """Run a task. A name that ECS knows already is answered with the task that has it.
+        """Run a task. If ECS already knows the client token, return the task that has it.
 
         Args:
-            request: Of RunTask, for one task.
-            at: The container instance that it is meant for: of the reasons of all instances, its own is told.
+            request: Fields of RunTask, for one task.
+            at: ARN of the intended container instance. Of the failures that ECS lists for all
+                instances, the one of this instance is returned.
         """
         answer = await self.aws.call("ecs", "RunTask", **request)
         if tasks := answer.get("tasks"):
@@ -155,7 +181,7 @@ class Cluster:
         return Failure(str(own.get("reason") or "UNKNOWN"), str(own.get("detail") or ""))
 
     async def stop(self, arn: str, reason: str) -> None:
-        """Tell ECS to stop a task. One that has stopped, or is not known any more, is left as it is."""
+        """Tell ECS to stop a task. Do nothing if it has stopped or is not known any more."""
         try:
             await self._ecs("StopTask", task=arn, reason=reason)
         except AwsError as error:
@@ -166,11 +192,13 @@ class Cluster:
                 raise
 
     async def wait_stopped(self, arns: Sequence[str], within: float) -> dict[str, Task | None]:
-        """Wait until every task has stopped. None: ECS does not know it any more.
+        """Wait until every task has stopped, and return each by its ARN.
+
+        The value is None for a task that ECS does not know any more.
 
         Raises:
-            TimeoutError: some have not.
-            AwsError: at the end of that time, nobody could be asked.
+            TimeoutError: Some have not stopped in time.
+            AwsError: The time is over and the latest call failed.
         """
         return dict(zip(arns, await asyncio.gather(*(self._stopped(arn, within) for arn in arns)), strict=True))
 
@@ -192,12 +220,12 @@ class Cluster:
             return followed.task if not followed.missing else None
 
     def hint(self, arn: str) -> bool:
-        """Look at once at a task that is followed; False: it is not."""
+        """Poll a followed task immediately. Return whether the task is followed."""
         return self._follower.hint(arn)
 
     @contextmanager
     def follow(self, arn: str) -> Iterator[Followed]:
-        """Look at a task now, and again and again while this is open."""
+        """Poll a task now and repeatedly while the context is open."""
         followed = self._follower.add(arn)
         try:
             yield followed
@@ -205,7 +233,10 @@ class Cluster:
             self._follower.remove(followed)
 
     async def definition(self, name: str) -> Definition:
-        """Return a task definition; of a family alone, its newest revision, or what that was half a minute ago."""
+        """Return a task definition by family, family:revision or ARN.
+
+        For a family, return its newest revision, which may be cached for half a minute.
+        """
         known = self._defined.get(name)
         if known is not None and time.monotonic() - known[1] <= DEFINITION_FOR:
             return known[0]
@@ -216,7 +247,7 @@ class Cluster:
         for batch in (self._instances, self._census, self._tasks, self._machines, self._definitions):
             await batch.close()
 
-    # --- what is asked together
+    # --- batched calls
 
     async def describe_tasks(self, arns: Iterable[str]) -> dict[str, Task | None]:
         found: dict[str, Task | None] = {arn: self._ended[arn][0] for arn in arns if arn in self._ended}
@@ -248,7 +279,8 @@ class Cluster:
         asked = list(ec2_ids)
         found = dict.fromkeys(asked, Machine("", "", None))
         for part in _parts(asked, AT_ONCE):
-            # Not by InstanceIds: one that EC2 has forgotten would fail the whole call.
+            # Filter instead of InstanceIds, because an id that EC2 has forgotten would fail the
+            # whole call.
             async for answer in self._pages("ec2", "DescribeInstances", "NextToken", Filters=[{"Name": "instance-id", "Values": part}]):
                 for reservation in answer.get("Reservations") or ():
                     for one in reservation.get("Instances") or ():
@@ -282,7 +314,7 @@ class Cluster:
         asked = [{**where, "desiredStatus": status} for where in wheres for status in ("RUNNING", "STOPPED")]
         listed = await _all(self._list("ListTasks", "taskArns", **request) for request in asked)
         arns = dict.fromkeys(arn for page in listed for arn in page)
-        # A task never moves: what is known to run elsewhere is left out.
+        # A task never moves: skip those known to run elsewhere.
         here = {"", *lives_on}
         described = await self.describe_tasks([arn for arn in arns if self._placed.get(arn, "") in here])
         if {} in wheres:
@@ -326,7 +358,10 @@ class Cluster:
 
 
 async def _all(calls: Iterable[Any]) -> list[Any]:
-    """Await all; where one fails, the others are finished first: none is left without somebody who takes its answer."""
+    """Await all calls; if one fails, let the others finish before raising its error.
+
+    No result is left unretrieved.
+    """
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,6 +1,8 @@
-"""The agent inside a rank's container, where the image has one: what it is to run, and what it tells of it while it can be reached.
+"""Client side of the relaunch agent inside a rank's container, for images that have one.
 
-That it cannot be reached is no news: ECS tells how its container ends.
+It composes the order that the agent runs and reads the observations that the agent reports. Losing
+the connection to the agent is not treated as a failure of the rank: ECS reports how the container
+ends.
 """
 
 from __future__ import annotations
@@ -28,28 +30,40 @@ from relaunch.spec.job import SecretReference
 logger = logging.getLogger(__name__)
 
 PORT = "RELAUNCH_AGENT_PORT"
-"""In the environment of a task definition's container that has the agent for its entry point: that it has, and where it listens."""
+"""Environment variable that a task definition sets on a container whose entry point is the agent;
+its value is the port on which the agent listens.
+"""
 ORDER = "RELAUNCH_ORDER"
 GRACE, HEARTBEAT = 15.0, 10.0
-"""Where another worker has prepared the node, and its words are not known: the default policy's."""
+"""Seconds. Used when another worker prepared the node and its order is therefore not known here;
+the values are those of the default policy.
+"""
 RETRY = (0.5, 20.0)
-"""Seconds between two attempts to connect: at first while the container starts, at last for one whose port is closed."""
+"""Seconds between two connection attempts: the first value while the container starts, the second
+as the upper bound of the backoff, for a container whose port is closed.
+"""
 COMPLAIN_AFTER = 15.0
-"""Seconds of a running task in which the agent was not reached: Python and a first `prepare` take one or two."""
+"""Seconds for which the agent of a running task may be unreachable before a warning is logged.
+Starting Python and the first `prepare` take one or two.
+"""
 DRAINED_WITHIN = 1.0
-"""Seconds for the last lines of a container that ECS says has ended: they were sent before it did."""
+"""Seconds to wait for the last lines of a container that ECS reports as stopped. They were sent
+before it stopped.
+"""
 AT_FIRST = 2.0
-"""Seconds that the first heartbeat waits for an agent's, which says what a rank has reached already."""
+"""Seconds for which the first heartbeat of a watch waits for one from the agent, which reports the
+progress that a rank has already made.
+"""
 
 Line = Mapping[str, Any]
 Reach = Callable[[Task], AbstractAsyncContextManager[AgentSession]]
 
 
 def port_of(definition: Definition, container: str) -> int | None:
-    """Where the agent in that container listens; None: there is none.
+    """Return the port of the agent in a container; None if it has no agent.
 
     Raises:
-        ValueError: what is written there is no port.
+        ValueError: The value of the variable is not a valid port.
     """
     written = definition.variables.get(container, {}).get(PORT)
     if written is None:
@@ -60,7 +74,10 @@ def port_of(definition: Definition, container: str) -> int | None:
 
 
 def order(start: StartOrder, port: int, stop_grace: float, heartbeat: float) -> str:
-    """Say what the agent is to run: what the container's environment does not say of the first rank already."""
+    """Return the value of `RELAUNCH_ORDER`, which tells the agent what to run.
+
+    It omits variables that the container's environment already sets for the first rank.
+    """
     token, first = start.token, start.rank_env[0]
     own = [
         {name: value for name, value in env.items() if first.get(name) != value and name != "CUDA_VISIBLE_DEVICES"}
@@ -79,7 +96,7 @@ def order(start: StartOrder, port: int, stop_grace: float, heartbeat: float) -> 
 
 
 class Agents:
-    """The sessions with those of one fleet: one a task, as long as somebody uses it."""
+    """Agent sessions of one fleet: one per task, open as long as it has a user."""
 
     def __init__(self, key: SecretReference | None, address: Callable[[str], Awaitable[str]]) -> None:
         self._key = key
@@ -89,7 +106,12 @@ class Agents:
 
     @asynccontextmanager
     async def session(self, node: str, task: Task) -> AsyncIterator[AgentSession]:
-        """Raises Unreachable, here or at its first use: there is none, or not with this key."""
+        """Open or share the session with the agent in a task.
+
+        Raises:
+            Unreachable: Here or at the first use: the task has no agent, or the agent does not
+                accept the key.
+        """
         name = node, task.arn
         port = task.port
         if port is None:
@@ -115,7 +137,7 @@ class Agents:
                 await session.close()
 
     def complain(self, node: str, task: Task, reason: str) -> None:
-        """Once a task, of which there may be many watches."""
+        """Log once per task, which may have several watches, that its agent is unreachable."""
         if task.arn not in self._complained:
             self._complained[task.arn] = None
             logger.warning(
@@ -126,7 +148,7 @@ class Agents:
             )
 
     def _read_key(self, node: str) -> bytes:
-        assert self._key is not None  # asked before
+        assert self._key is not None  # `session` has checked it
         where = f"file {self._key.file}" if self._key.file else f"variable {self._key.env}"
         try:
             text = Path(self._key.file).expanduser().read_text() if self._key.file else os.environ[self._key.env or ""]
@@ -139,7 +161,7 @@ class Agents:
 
 
 class Feed:
-    """One watch of the agent in one task."""
+    """Feed of the lines that the agent in one task reports to one watch."""
 
     def __init__(self, agents: Agents, followed: Followed, node: str, token: Token, after_seq: int, heartbeat: float) -> None:
         self._agents = agents
@@ -155,34 +177,42 @@ class Feed:
         self._finishing = asyncio.Event()
         self._tried = False
         self._hushed = False
-        """It was asked to go, by ECS: who did that, and why, ECS knows."""
+        """Whether the agent has reported that it was asked to stop. The request came through ECS,
+        which knows its origin and reason.
+        """
         self.connected = False
         self._over = False
 
     def begin(self, task: Task) -> None:
-        """Look for it, from the first moment that its task is known: a rank that fails at once is to be heard, too."""
+        """Start connecting to the agent in a task.
+
+        Called as soon as the task is known, so that a rank that fails immediately is observed too.
+        """
         if self._task is None and task.port is not None and not task.stopped:
             self._begun = time.monotonic()
             self._task = asyncio.create_task(self._run(task), name=f"agent of {self._node}")
 
     @property
     def speaks(self) -> bool:
-        """Whether the container is known to live, whatever AWS says or does not."""
+        """Return whether the agent was heard recently.
+
+        That proves that the container runs, regardless of what AWS reports.
+        """
         return self.connected and self._heard_at is not None and time.monotonic() - self._heard_at < SILENT_BEATS * self._heartbeat
 
     @property
     def waits_until(self) -> float | None:
-        """Until when it may be heard for the first time; None: it was, or will hardly be."""
+        """Return until when to wait for the agent's first line; None if not waiting."""
         until = self._begun + AT_FIRST
         return until if self._task is not None and not self._tried and time.monotonic() < until else None
 
     def next(self) -> Line | None:
         if self._task is not None and self._task.done() and not self._task.cancelled():
-            self._task.result()  # what nobody expected is raised where somebody reads
+            self._task.result()  # re-raise an unexpected error to the reader of the feed
         return self._lines.popleft() if self._lines else None
 
     async def finish(self) -> None:
-        """Hear the last of what was said, and no more."""
+        """Read the lines that were already sent, then stop reading."""
         self._finishing.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=DRAINED_WITHIN if self.connected else 0.0)
@@ -201,7 +231,7 @@ class Feed:
                     session.watch(self._token, self._after_seq, self._heartbeat) as stream,
                 ):
                     async for line in stream.lines():
-                        # A node has no right to words that belong to ECS or to people.
+                        # parse_watch_line rejects observations that only ECS or a user may report.
                         self._hear(parse_watch_line(self._node, self._token, line), task)
                         pause = RETRY[0]
                         if self._over:
@@ -234,6 +264,6 @@ class Feed:
             self._hushed = self._hushed or observation.get("kind") == "Stopped"
         self._over = "end" in line
         if "hello" not in line and not self._hushed:
-            # A lease is for those whom nobody else can stop.
+            # Report no lease: the rank can be stopped through ECS.
             self._lines.append({"heartbeat": {**line["heartbeat"], "lease_left": None}} if "heartbeat" in line else line)
         self._followed.nudge()

@@ -1,4 +1,8 @@
-"""Why an order is refused, in the words of docs/reference/agent-protocol.md and in a sentence; and what is no refusal but silence."""
+"""Translates failures of AWS and unmet preconditions into refusals of an order, or `Unreachable`.
+
+The values of `why` are those of docs/reference/agent-protocol.md; each refusal also carries a
+sentence for people.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,18 @@ from relaunch.backends.ecs.tasks import QUARANTINE, Definition, Failure, Instanc
 from relaunch.generation import Token
 
 GONE_AGENT = ("AGENT", "MISSING", "INACTIVE")
-"""Reasons of RunTask that say the instance is not there to take a task (API failure reasons)."""
+"""Failure reasons of RunTask when the instance cannot take a task (ECS API failure reasons)."""
 BY_AWS = "refused_by_aws"
-"""Why an order was refused that AWS refuses to relaunch itself: its account or its permissions, and nothing of the job or the node."""
+"""Value of `why` when AWS denies the call to relaunch itself: a problem of its account or
+permissions, unrelated to the job or the node.
+"""
 
 
 def by_aws(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
-    """Refuse where AWS has refused.
+    """Return the refusal that corresponds to an AWS error.
 
     Raises:
-        Unreachable: nobody knows what it did.
+        Unreachable: AWS throttled the call or did not answer it.
     """
     if error.kind in (Kind.THROTTLED, Kind.UNAVAILABLE):
         raise Unreachable(node, error.reason) from error
@@ -27,10 +33,10 @@ def by_aws(node: str, error: AwsError, why: str = BY_AWS) -> Refused:
 
 
 def unfit(node: str, instance: Instance) -> Refused | None:
-    """Why a container instance takes no ranks.
+    """Return why a container instance takes no ranks; None if it takes them.
 
     Raises:
-        Unreachable: its agent is away.
+        Unreachable: The ECS agent of the instance is not connected.
     """
     if not instance.agent_connected:
         raise Unreachable(node, f"the ECS agent of {instance.ec2_id} is not connected")
@@ -57,7 +63,7 @@ def not_above(node: str, token: Token, highest: tuple[int, int]) -> Refused:
 
 
 def cannot(order: StartOrder) -> str | None:
-    """What a task cannot be."""
+    """Return why an order cannot be run as an ECS task; None if it can."""
     if order.launched is not None:
         return "relaunch starts no launcher on ECS: write `launcher: none`, and torchrun into the command"
     if order.secrets:
@@ -82,10 +88,10 @@ def _nodes(order: StartOrder) -> int:
 
 
 def not_placed(node: str, ec2_id: str, failure: Failure) -> Refused:
-    """Say why ECS placed no task.
+    """Return the refusal for a task that ECS did not place.
 
     Raises:
-        Unreachable: the instance is not there.
+        Unreachable: The instance is missing, inactive or its agent is disconnected.
     """
     said = failure.reason + (f" ({failure.detail})" if failure.detail else "")
     if failure.reason in GONE_AGENT:

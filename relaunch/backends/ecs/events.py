@@ -1,7 +1,8 @@
-"""The cluster's events, as EventBridge puts them into an SQS queue: read here, believed nowhere.
+"""Reads the cluster's events, which EventBridge puts into an SQS queue.
 
-Their shape is Amazon's: docs.aws.amazon.com/AmazonECS/latest/developerguide/ecs_task_events.html. Task events carry no tags, so whose task
-it is stands in `startedBy`.
+Events only prompt a look at ECS; they are not trusted as facts. Their format is Amazon's:
+docs.aws.amazon.com/AmazonECS/latest/developerguide/ecs_task_events.html. Task events carry no tags,
+so the job of a task is in `startedBy`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from relaunch.backends.ecs.aws import Aws, AwsError
 from relaunch.backends.ecs.tasks import STOPPED, is_ours, token_of
 
 AT_ONCE = 10
-"""Messages of one call, which is SQS's most."""
+"""Messages per call; the maximum of SQS."""
 WAIT = 20
-"""Seconds that SQS holds a call that has nothing to answer, which is its most: a queue that is silent costs three calls a minute."""
+"""Seconds of long polling, the maximum of SQS: an empty queue costs three calls a minute."""
 TASK_CHANGE = "ECS Task State Change"
 
 log = logging.getLogger("relaunch.ecs")
 
 
 def read_event(body: str) -> TaskEvent | None:
-    """Read a message; None: an event of another kind.
+    """Parse a message; None if it is an event of another kind.
 
     Raises:
-        ValueError: it is no event at all.
+        ValueError: The message is not an EventBridge event.
     """
     try:
         event = json.loads(body)
@@ -36,7 +37,8 @@ def read_event(body: str) -> TaskEvent | None:
             return None
         detail: Mapping[str, Any] = event["detail"]
         token = token_of(str(detail.get("startedBy") or ""))
-        # Before it has stopped, ECS tells no exit code; and of what relaunch stopped itself it need not be told.
+        # Until the task has stopped, ECS reports no exit code. Tasks that relaunch stopped itself
+        # need no event.
         ended = detail.get("lastStatus") == STOPPED and not is_ours(str(detail.get("stoppedReason") or ""))
         return TaskEvent(str(detail["taskArn"]), int(detail["version"]), token, ended)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -44,7 +46,7 @@ def read_event(body: str) -> TaskEvent | None:
 
 
 class SqsEvents:
-    """The queue of one fleet's cluster."""
+    """Reader of the event queue of one fleet's cluster."""
 
     def __init__(self, aws: Aws, url: str, fleet: str, hint: Callable[[str], bool]) -> None:
         self._aws = aws
@@ -62,7 +64,8 @@ class SqsEvents:
             try:
                 found.append(TaskMessage(message["ReceiptHandle"], read_event(message.get("Body") or "")))
             except ValueError as error:
-                # It comes again, and after some times the queue moves it to where it can be looked at.
+                # SQS delivers it again, and after some attempts moves it to the dead-letter queue,
+                # where it can be inspected.
                 log.warning("a message in the queue of fleet %s cannot be read: %s", self._fleet, error)
         return found
 

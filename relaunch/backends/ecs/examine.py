@@ -1,6 +1,8 @@
-"""Examines a container instance by one-shot tasks there: the agent's `probe` and `diagnose`, or a health check that has only an exit code.
+"""Examines a container instance by one-shot tasks that run there.
 
-What is found is told as the agent tells it, with what only ECS and EC2 know besides. It concludes nothing from it.
+A task runs the agent's `probe` or `diagnose`, or a health check that reports only an exit code. The
+answers have the agent's format, with additional facts from ECS and EC2. This module draws no
+conclusions from them.
 """
 
 from __future__ import annotations
@@ -24,17 +26,25 @@ from relaunch.backends.ecs.tasks import Definition, Failure, Instance, Task, cli
 from relaunch.spec.fleet import EcsOptions
 
 PLACED_WITHIN = 45.0
-"""Seconds to place, pull and start, of one call: activities give a probe a minute more than its own time. Who asks again waits for the
-same task, so that an image which takes longer to pull is pulled once."""
+"""Seconds for placing, pulling and starting a task, per call: activities give a probe a minute more
+than its own time. A repeated call waits for the same task, so that an image which takes longer to
+pull is pulled once.
+"""
 SETTLED_WITHIN = 20.0
-"""Seconds of them to wait for an instance that is on its way back; whoever looks asks every five."""
+"""Seconds of a call that may be spent waiting for an instance that is coming back; the caller asks
+again every five seconds.
+"""
 KNOWN_WITHIN = 10.0
-"""Seconds until ECS knows a task that it has just answered."""
+"""Seconds until ECS can describe a task that RunTask has just returned."""
 LOGGED_WITHIN = 30.0
-"""Seconds. Docker's driver sends what was printed every five, and CloudWatch Logs shows it a little later."""
+"""Seconds until output is in CloudWatch Logs: Docker's driver sends it every five seconds, and it
+is visible a little later.
+"""
 LOG_LOOK = 1.0
 FREE_WITHIN = 150.0
-"""Seconds for GPUs to become free: tasks that were told to stop have 30 s, and at most 120 where a stopTimeout says so."""
+"""Seconds for GPUs to become free: a task that is being stopped has 30 s, and at most 120 if its
+stopTimeout says so.
+"""
 FREE_LOOK = 2.0
 STOP_REASON = "relaunch: examination"
 _ANSWER = re.compile(r"relaunch-answer(?: (\d{1,4})/(\d{1,4}))?: (.*)", re.DOTALL)
@@ -48,10 +58,10 @@ class NodeTasks:
         self._repairs = repairs or Repairs(cluster, aws, options)
 
     async def probe(self, ec2_id: str, node: str, within: float, kernel_since: float | None) -> Mapping[str, Any]:
-        """Ask how a node is, once everything that was ordered of it is finished.
+        """Probe a node, once every order to it is finished.
 
         Raises:
-            Unreachable: nothing there could be asked.
+            Unreachable: No probe could be run there, or it gave no answer.
         """
         if self._options.node_task is None and self._options.health_check is None:
             raise Unreachable(
@@ -79,10 +89,12 @@ class NodeTasks:
         }
 
     async def diagnose(self, ec2_id: str, node: str, id: str, level: int, within: float, gpus: int) -> Mapping[str, Any] | Refused:
-        """Have its GPUs examined by a task that has them all, or wait for the one that was begun for this id.
+        """Examine the GPUs of a node by a task that reserves all of them.
+
+        If an examination with this id is already running, wait for it.
 
         Raises:
-            Unreachable: nobody knows whether it is examined.
+            Unreachable: It is unknown whether the node is being examined.
         """
         until = time.monotonic() + within
         name = self._options.health_check or self._options.node_task
@@ -115,10 +127,13 @@ class NodeTasks:
             return Refused(node, str(answer.get("why") or "cannot_start"), str(answer.get("reason") or "it does not say why"))
         return answer
 
-    # --- what is known without a task
+    # --- facts from ECS and EC2 alone
 
     async def _unprobed(self, instance: Instance, journal: Journal) -> Mapping[str, Any]:
-        """Only what ECS and EC2 tell. The launch is the boot: it changes by a stop and start, and by nothing less."""
+        """Return a probe's answer that contains only facts from ECS and EC2.
+
+        The launch time stands in for the boot id: only a stop and start changes it.
+        """
         machine = await self._cluster.machine(instance.ec2_id)
         on_it = occupants(await self._cluster.tasks_on(instance.ec2_id))
         boot_id = _boot_of_ec2(instance.ec2_id, machine.launched_at)
@@ -135,12 +150,15 @@ class NodeTasks:
         }
 
     async def _by_exit_code(self, ec2_id: str, task: Task, container: str) -> Mapping[str, Any]:
-        """0 healthy, 1 faulty, and everything else, 226 of dcgmi among it, tells nothing."""
+        """Return the result of a health check by its exit code.
+
+        0 is healthy and 1 is faulty; every other code, such as 226 of dcgmi, is inconclusive.
+        """
         code = _code(task, container)
         word = {0: "healthy", 1: "faulty"}.get(code, "inconclusive") if code is not None else "inconclusive"
         answer = {"outcome": "done", "contract": word, "reason": _words(task), "exit_code": code}
         if self._options.node_task is not None:
-            return answer  # its boot id is the kernel's, which an exit code does not tell
+            return answer  # the boot id would be the kernel's, which an exit code does not report
         return {**answer, "boot_id": _boot_of_ec2(ec2_id, (await self._cluster.machine(ec2_id)).launched_at)}
 
     async def _instance(self, node: str, ec2_id: str) -> Instance:
@@ -204,7 +222,10 @@ class NodeTasks:
         gpus: int,
         until: float,
     ) -> Task | Refused:
-        """The task that examines for this id; ECS gives it the GPUs only when nobody else has them."""
+        """Return the task that examines a node for this id, and run it if there is none.
+
+        ECS places it only when no other task has reserved the GPUs.
+        """
         started_by = node_task("diagnose", id)
         free_until = min(until, time.monotonic() + FREE_WITHIN)
         while True:
@@ -239,7 +260,7 @@ class NodeTasks:
         return next((task for task in await self._cluster.tasks_on(ec2_id) if task.started_by == started_by), None)
 
     async def _ended(self, task: Task, until: float) -> Task | None:
-        """Wait for an examination; one that nobody waits for any more, or that does not end in time, is stopped."""
+        """Wait for an examination. Stop its task if the wait is cancelled or times out."""
         try:
             return await self._wait(task, until)
         except (TimeoutError, asyncio.CancelledError):
@@ -247,7 +268,10 @@ class NodeTasks:
             raise
 
     async def _wait(self, task: Task, until: float) -> Task | None:
-        """None: ECS does not know it, and it is not too new for that."""
+        """Wait until a task has stopped and return it.
+
+        Return None if ECS does not know it although it is old enough to be visible.
+        """
         known_by = time.monotonic() + KNOWN_WITHIN
         while True:
             found = (await self._cluster.wait_stopped([task.arn], max(0.0, until - time.monotonic())))[task.arn]
@@ -258,7 +282,7 @@ class NodeTasks:
     # --- logs
 
     async def _read(self, definition: Definition, container: str, task: Task, until: float) -> dict[str, Any] | None:
-        """The answer that a task printed; None: there is none to be had."""
+        """Return the answer that a task printed; None if it cannot be read."""
         log = definition.logs.get(container)
         if log is None or (log.region and self._options.region and log.region != self._options.region):
             return None
@@ -281,7 +305,7 @@ class NodeTasks:
             answer = await self._aws.call("logs", "GetLogEvents", **request, **page)
             lines += [str(event.get("message") or "") for event in answer.get("events") or ()]
             token = str(answer.get("nextForwardToken") or "")
-            if not token or token == page.get("nextToken"):  # the last page points at itself
+            if not token or token == page.get("nextToken"):  # the last page returns its own token
                 return lines
             page = {"nextToken": token}
 
@@ -312,7 +336,7 @@ def _code(task: Task, container: str) -> int | None:
 
 
 def _words(task: Task) -> str:
-    """How a task ended, in AWS's words and by its exit codes."""
+    """Return how a task ended: its exit codes and the reasons that AWS gives."""
     codes = [f"exit code {one.exit_code}" for one in task.containers if one.exit_code is not None]
     said = [task.stopped_reason, *(one.reason for one in task.containers)]
     return "; ".join([*codes, *filter(None, said)]) or "ECS does not say how"
@@ -327,7 +351,7 @@ def _inconclusive(reason: str) -> dict[str, Any]:
 
 
 def _joined(agents: Any, ours: list[dict[str, Any]]) -> Any:
-    """What the agent could not read stays unread."""
+    """Return both lists joined; a value that the agent could not read is returned unchanged."""
     return [*agents, *ours] if isinstance(agents, list) else agents
 
 

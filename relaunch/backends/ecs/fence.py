@@ -1,7 +1,9 @@
-"""The custom attribute of a container instance that says which generation of a job ECS may place there, and which may never run again.
+"""Fence of a job on a node: a custom attribute of the container instance.
 
-ECS itself compares it when it places a task: a RunTask that was on its way when its generation was stopped is refused. That also makes it
-the node's memory of the highest generation it was prepared for.
+It says which generation of the job ECS may place there, and which may never run there again. ECS
+itself compares it when it places a task, so a RunTask that was in flight when its generation was
+stopped is refused. The attribute is therefore also the node's record of the highest generation that
+it was prepared for.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Literal, Self
 from relaunch.generation import Token
 
 MOST_JOBS = 7
-"""Attributes of jobs on one instance. ECS takes 10 custom ones: the others are relaunch's own for repairs, and a user's."""
+"""Maximum number of job attributes on one instance. ECS allows 10 custom ones: the others are for
+relaunch's repairs and for users.
+"""
 _JOB = re.compile(r"relaunch\.[0-9a-f]{16}")
 _VALUE = re.compile(r"(prepared|stopped)\.(\d+)\.(\d+)")
 
@@ -31,12 +35,12 @@ class Fence:
 
     @classmethod
     def read(cls, value: str | None) -> Self | None:
-        """Read an attribute; None: there is none, or somebody else wrote it."""
+        """Parse an attribute; None if it is missing or was not written by relaunch."""
         match = _VALUE.fullmatch(value or "")
         return None if match is None else cls("prepared" if match[1] == "prepared" else "stopped", int(match[2]), int(match[3]))
 
     def __str__(self) -> str:
-        # A letter first, so that no reader of the cluster query language can take it for a number.
+        # Starts with a letter, so that the cluster query language cannot parse it as a number.
         return f"{self.state}.{self.submission}.{self.generation}"
 
     @property
@@ -45,27 +49,30 @@ class Fence:
 
 
 def key(token: Token) -> tuple[int, int]:
-    """By which generations of one job are ordered."""
+    """Return the key by which generations of one job are ordered."""
     return token.submission, token.generation
 
 
 def only_for(attribute: str, token: Token) -> str:
-    """Write the condition under which ECS may place a rank, in the cluster query language."""
+    """Return the placement constraint for a rank, in the cluster query language."""
     return f"attribute:{attribute} == {Fence.of(token, 'prepared')}"
 
 
 def to_forget(attributes: Mapping[str, str], attribute: str, living: Iterable[str]) -> tuple[str, ...]:
-    """Return the attributes of other jobs that have to go before `attribute` can be set: of jobs that do not live there, oldest first.
+    """Return the attributes of other jobs to remove before `attribute` can be set, oldest first.
+
+    Only jobs without tasks on the instance are considered.
 
     Args:
-        attributes: Of the container instance.
-        attribute: That is to be set.
-        living: Attributes of jobs that have tasks there.
+        attributes: Attributes of the container instance.
+        attribute: Name of the attribute to set.
+        living: Names of the attributes of jobs that have tasks there.
     """
     jobs = [name for name in attributes if _JOB.fullmatch(name) and name != attribute]
     excess = len(jobs) + 1 - MOST_JOBS
     kept = set(living)
-    # What was stopped is done with; of what was only prepared somebody may still want to start ranks.
+    # Stopped generations go first: ranks of a generation that is only prepared may still be
+    # started.
     oldest = sorted((name for name in jobs if name not in kept), key=lambda name: _age(attributes[name]))
     return tuple(oldest[: max(0, excess)])
 

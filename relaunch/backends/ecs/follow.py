@@ -1,4 +1,7 @@
-"""Looks at the tasks of running ranks together, again and again, and keeps for each what was seen last. It concludes nothing."""
+"""Polls the tasks of running ranks together, and keeps the newest observation of each.
+
+It draws no conclusions from them.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from relaunch.backends.ecs.batch import GATHER
 from relaunch.backends.ecs.tasks import Instance, Task
 
 AT_ONCE = 100
-"""Tasks of one look that fail or succeed together: as many as one call describes."""
+"""Tasks per poll that fail or succeed together: as many as one call describes."""
 
 
 class Looks(Protocol):
-    """What a follower asks."""
+    """Calls to ECS that a follower makes."""
 
     async def describe_tasks(self, arns: Iterable[str]) -> Mapping[str, Task | None]: ...
 
@@ -25,32 +28,35 @@ class Looks(Protocol):
 
 
 class Followed:
-    """A task as it was seen last."""
+    """Newest observation of one task."""
 
     def __init__(self, arn: str) -> None:
         self.arn = arn
         self.task: Task | None = None
-        """None: not seen yet; where it is missing, as it was before, if it was seen."""
+        """None if not seen yet. If the task is missing, its last known state."""
         self.missing = False
-        """ECS does not know it."""
+        """Whether ECS does not know the task."""
         self.instance: Instance | None = None
-        """None: not seen yet, or its cluster does not know it any more."""
+        """None if not seen yet, or if the cluster does not know it any more."""
         self.looked_at: float | None = None
-        """CLOCK_MONOTONIC, of the newest look that succeeded."""
+        """Time of the newest successful poll, by CLOCK_MONOTONIC."""
         self.failing: AwsError | None = None
-        """Why the newest look did not."""
+        """Error of the newest poll; None if it succeeded."""
         self._broken: Exception | None = None
         self._news = asyncio.Event()
 
     async def changed(self) -> None:
-        """Wait for another look than the last that this was called after. Raises what nobody expected of that look."""
+        """Wait until a poll or `nudge` follows the previous call.
+
+        Raise an unexpected error of the poll.
+        """
         await self._news.wait()
         self._news.clear()
         if self._broken is not None:
             raise self._broken
 
     def nudge(self) -> None:
-        """Have whoever waits for a look see to something else as well."""
+        """Wake the task that waits in `changed`, so that it checks its other inputs."""
         self._news.set()
 
     def seen(self, task: Task | None, instance: Instance | None) -> None:
@@ -130,7 +136,7 @@ class Follower:
             for followed in self._of(arns):
                 followed.failed(error)
             return
-        except Exception as error:  # raised where somebody waits for this look
+        except Exception as error:  # raised in `changed`
             for followed in self._of(arns):
                 followed.broke(error)
             return

@@ -1,6 +1,7 @@
-"""Makes a node ready for a generation, runs its rank there as one task, and stops ranks until ECS says that they have stopped.
+"""Prepares a node for a generation, runs its ranks there as one task, and stops ranks.
 
-What it has to know it reads from ECS each time: any controller goes on where another was killed.
+Stopping waits until ECS reports the tasks as stopped. All required state is read from ECS each
+time, so that any controller can continue where another was killed.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions
 
 FIRST_PORT, PORTS = 20000, 10000
-"""Of MASTER_PORT: below the ports that Linux gives to connections (32768) and those of the ECS agent (51678 on)."""
+"""Range of MASTER_PORT: below the ephemeral ports of Linux (from 32768) and the ports of the ECS
+agent (from 51678).
+"""
 LOOK_AGAIN = 0.5
 JUST_NOW = 1.0
-"""Seconds: what was read within the same order need not be read again."""
+"""Seconds for which a value is reused: what was read during the same order is not read again."""
 
 
 class Launcher:
-    """All nodes of one fleet."""
+    """Launcher for all nodes of one fleet."""
 
     def __init__(self, cluster: Cluster, options: EcsOptions, settles: float = SETTLES) -> None:
         self._cluster = cluster
@@ -54,14 +57,14 @@ class Launcher:
         self._ran: dict[tuple[str, str, str], tuple[Token, str]] = {}
         self._addresses: dict[str, str] = {}
         self._wanted: dict[str, PrepareOrder] = {}
-        """What was prepared last on each machine: an order to start does not repeat it."""
+        """Newest prepare order of each machine; a start order does not repeat its fields."""
 
     def address(self, ec2_id: str) -> str | None:
-        """Where other ranks find those of a machine, once it was prepared."""
+        """Return the address of a machine for ranks on other nodes; None before it is prepared."""
         return self._addresses.get(ec2_id)
 
     def ran(self, ec2_id: str, token: Token) -> str | None:
-        """The task that this controller itself has run there."""
+        """Return the ARN of the task that this controller itself ran; None if it ran none."""
         newest = self._ran.get((ec2_id, token.namespace, token.job))
         return newest[1] if newest is not None and newest[0] == token else None
 
@@ -90,11 +93,12 @@ class Launcher:
         await self._learn_address(node, ec2_id)
         if set_ != Fence.of(token, "prepared"):
             await self._put(instance, ec2_id, attribute, Fence.of(token, "prepared"))
-        # Only now: whatever ECS places from here on is of this generation.
+        # Read the tasks only now: from here on ECS places tasks of this generation only.
         own = await self._own(ec2_id, token, set_ if set_ != Fence.of(token, "prepared") else None)
         highest = max(map(_key, own), default=fence.key(token))
         if highest > fence.key(token):
-            # A later controller was here between our look and our word, which must not stand.
+            # A later controller prepared the node between our read and our write: set the fence to
+            # its generation again.
             await self._cluster.put_attributes(instance.arn, {attribute: str(Fence("prepared", *highest))})
             return not_above(node, token, highest)
         mine = [task for task in own if token_of(task.started_by) == token]
@@ -193,9 +197,10 @@ class Launcher:
         return {inside.ORDER: inside.order(order, port, grace, beat)}
 
     async def _run(self, node: str, ec2_id: str, token: Token, request: dict[str, Any]) -> Started | Refused:
-        # First, because ECS forgets a client token an hour after its task has ended.
+        # Look for the task before running it: ECS forgets a client token an hour after its task has
+        # ended.
         known = await self._cluster.task_of(ec2_id, started_by(token))
-        # Which has looked at the instance, too.
+        # `task_of` has just read the instance too.
         instance = await self._cluster.instance(ec2_id, max_age=JUST_NOW)
         until = time.monotonic() + self._settles
         unplaced: Refused | None = None
@@ -213,7 +218,8 @@ class Launcher:
             except AwsError as error:
                 if error.code != "ConflictException":
                     raise
-                # An attempt before this one ran it by the same name, with other words, such as another address of rank 0.
+                # An earlier attempt ran the task with the same client token but other parameters,
+                # such as another address of rank 0.
                 arn = await self._conflicting(ec2_id, token, error)
                 break
             if isinstance(answer, Task):
@@ -223,7 +229,8 @@ class Launcher:
                 return not_placed(node, ec2_id, answer)
             if unplaced is not None and time.monotonic() >= until:
                 return unplaced
-            # The scheduler may not know yet what we have just put; or somebody has put another word since, which then counts.
+            # The scheduler may not have seen our attribute yet; or another controller has changed
+            # it since, and then its value counts.
             unplaced = not_placed(node, ec2_id, answer)
             await asyncio.sleep(LOOK_AGAIN)
             instance = await self._cluster.instance(ec2_id)
@@ -231,7 +238,10 @@ class Launcher:
         return Started(node, {}, already=True)
 
     async def _conflicting(self, ec2_id: str, token: Token, error: AwsError) -> str:
-        """Return the task that has the name already: AWS says which, before its lists do."""
+        """Return the ARN of the task that has the client token already.
+
+        AWS names it in the error, before its lists contain it.
+        """
         if arns := error.response.get("resourceIds"):
             return str(arns[0])
         if (known := await self._cluster.task_of(ec2_id, started_by(token))) is None:
@@ -261,13 +271,15 @@ class Launcher:
         return Gone(node) if refused is None else refused
 
     async def _own(self, ec2_id: str, token: Token, before: Fence | None) -> list[Task]:
-        """Return the tasks of a job there, with those of the last hour.
+        """Return the tasks of a job on a machine, with those stopped within the last hour.
 
         Args:
-            ec2_id: Of the machine.
-            token: Of the job.
-            before: What was prepared there until now. Where nothing is known to have come of it, it may have been started a moment ago, by
-                somebody who died of it, and ECS's lists may not have it yet: they are read again later.
+            ec2_id: Id of the EC2 instance.
+            token: Token of the job.
+            before: Fence that was set until now. If it is `prepared` and no task of its generation
+                is listed, a controller that has since died may have started one a moment ago, and
+                the lists of ECS may not contain it yet: they are read again after `settles`
+                seconds.
         """
         own = [task for task in await self._cluster.census(ec2_id) if _is_of(task, token)]
         if before is None or before.state == "stopped" or any(_key(task) == before.highest for task in own):
@@ -285,7 +297,11 @@ class Launcher:
         raise Unreachable(node, f"{error.reason}, and it is {_said(machine)}: what runs there cannot be seen") from error
 
     async def _end(self, node: str, ec2_id: str, tasks: Iterable[Task], within: float) -> Refused | None:
-        """Stop tasks and wait until they have. None: they have."""
+        """Stop tasks and wait until they have stopped; return a refusal if ECS cannot stop them.
+
+        Raises:
+            Unreachable: Some have not stopped in time, and the ECS agent is not connected.
+        """
         living = list(tasks)
         if not living:
             return None
@@ -309,12 +325,16 @@ class Launcher:
 
 
 def stamp(token: Token, node: str) -> float:
-    """What names a preparation: the same for every controller, for none of them has to outlive it."""
+    """Return the number that identifies a preparation.
+
+    It is derived from token and node: every controller computes the same one, and none has to keep
+    it.
+    """
     return float(_number("stamp", str(token), node))
 
 
 def _number(*parts: str) -> int:
-    # 48 bits, which a float holds exactly.
+    # 48 bits, which a float represents exactly.
     return int(hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12], 16)
 
 
@@ -335,9 +355,9 @@ def _said(machine: Machine) -> str:
 
 def _environment(definition: Definition, order: StartOrder) -> dict[str, str]:
     environment = {**order.env, **order.rank_env[0], "RELAUNCH_TOKEN": str(order.token)}
-    # ECS gives a task GPUs of its own choice, and they are all that it sees.
+    # ECS chooses the GPUs of a task, and the task sees no others.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     if definition.network_mode != "host" and "MASTER_ADDR" in environment:
-        # Behind a bridge a rank cannot reach itself by the address of its node.
+        # With network mode bridge, a rank cannot reach itself by the address of its node.
         environment["MASTER_ADDR"] = "127.0.0.1"
     return environment

@@ -1,6 +1,9 @@
-"""What goes on, in the words of the three tables that github.com/yubingjiaocn/ecs-gpu-recovery documents. Only values: nobody is asked.
+"""Maps state to rows of the three tables that github.com/yubingjiaocn/ecs-gpu-recovery documents.
 
-Those tables know fewer states than relaunch does. Where two become one, it is the one that tells a reader of the tables what comes next.
+This module only computes values; it makes no calls.
+
+The tables know fewer states than relaunch does. Where two states map to one, the one chosen tells a
+reader of the tables what happens next.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ class JobStatus(StrEnum):
     COMPLETE = "COMPLETE"
     FAILED = "FAILED"
     FAILED_OTHERS = "FAILED_OTHERS"
-    """The job's own doing, by an exit code that is neither 0 nor 1."""
+    """Failed by the job itself: the exit code is neither 0 nor 1."""
     USER_STOPPED = "USER_STOPPED"
 
 
@@ -29,7 +32,7 @@ class TaskStatus(StrEnum):
     IN_PROGRESS = "IN_PROGRESS"
     COMPLETE = "COMPLETE"
     TERMINATED = "TERMINATED"
-    """Stopped by relaunch or by a person, for whatever reason the job has."""
+    """Stopped by relaunch or by a user, whatever the reason of the job."""
     FAILED = "FAILED"
 
 
@@ -46,7 +49,9 @@ class LegacyStatus(StrEnum):
 class JobRow:
     job_id: str
     seq: int
-    """Higher: newer. What has a lower one than the row changes nothing."""
+    """Sequence number; higher is newer. A write with a lower number than that of the stored row
+    changes nothing.
+    """
     status: JobStatus
     timestamp: str
     cluster: str
@@ -69,7 +74,7 @@ class TaskRow:
     job_num_nodes: int
     cluster: str
     container_instance: str
-    """Its ARN."""
+    """ARN of the container instance."""
     task_definition: str
     """ARN, family:revision, or family alone."""
     retry: int
@@ -82,7 +87,7 @@ class NodeRow:
     status: LegacyStatus
     cluster: str
     container_instance: str | None
-    """Its ARN; None: nobody knows, and the row keeps what it has."""
+    """ARN of the container instance; None if unknown, in which case the stored value is kept."""
     ip: str | None
 
 
@@ -102,11 +107,12 @@ _OF_PHASE = {
 
 
 def job_status(job: JobState, terminated: bool = False) -> JobStatus:
-    """Say how a job stands.
+    """Return the status of a job in the terms of the tables.
 
     Args:
-        job: As it knows itself.
-        terminated: Its workflow was ended from outside, and what it knows of itself is not its last word.
+        job: State of the job, as its workflow reports it.
+        terminated: Whether its workflow was terminated from outside, so that `job` is not its final
+            state.
     """
     if terminated and not job.phase.is_final:
         return JobStatus.USER_STOPPED
@@ -120,12 +126,13 @@ def job_status(job: JobState, terminated: bool = False) -> JobStatus:
 
 
 def task_status(last_status: str, exit_code: int | None, stopped_by_somebody: bool) -> TaskStatus:
-    """Say how one task stands.
+    """Return the status of a task in the terms of the tables.
 
     Args:
-        last_status: ECS's word.
-        exit_code: Of the container that trains; None: none is known, which is no success.
-        stopped_by_somebody: It did not end by itself.
+        last_status: `lastStatus` of ECS.
+        exit_code: Exit code of the training container; None if unknown, which does not count as
+            success.
+        stopped_by_somebody: Whether the task was stopped rather than ended by itself.
     """
     if last_status != "STOPPED":
         return TaskStatus.IN_PROGRESS
@@ -135,7 +142,10 @@ def task_status(last_status: str, exit_code: int | None, stopped_by_somebody: bo
 
 
 def node_status(node: NodeRecord, in_use: bool) -> LegacyStatus:
-    """Say how a node stands. One that does not answer is UNKNOWN, unless something worse is known of it."""
+    """Return the status of a node in the terms of the tables.
+
+    A node that does not answer is UNKNOWN, unless a worse status is known.
+    """
     if node.gone or node.standing is NodeStatus.QUARANTINED:
         return LegacyStatus.FAILED
     if node.standing is NodeStatus.REPAIRING:

@@ -1,6 +1,9 @@
-"""Writes what goes on into three DynamoDB tables, for dashboards that read them. Nothing of relaunch reads them: they decide nothing.
+"""Writes the state of jobs, tasks and nodes into three DynamoDB tables, for existing dashboards.
 
-Every write carries the age of what it says, and DynamoDB compares: one that comes late, or again, changes nothing.
+relaunch never reads these tables and bases no decision on them.
+
+Every write carries a sequence number, and DynamoDB compares it in a condition: a write that is late
+or repeated changes nothing.
 """
 
 from __future__ import annotations
@@ -23,27 +26,42 @@ from relaunch.spec.fleet import EcsTables, FleetNode
 
 SEQ = "relaunch_seq"
 AT_ONCE = 8
-"""Writes of one fleet: threads are shared with what keeps jobs running."""
+"""Concurrent writes of one fleet: the threads are shared with the calls that keep jobs running."""
 KNOWN_FOR = 600.0
-"""Seconds after which every node's row is written again although nothing seems to have changed: another worker may have written since."""
+"""Seconds after which the row of every node is written again even without a known change: another
+worker may have written it since.
+"""
 ARN_KNOWN_FOR = 3600.0
-"""Seconds. A container instance has a new ARN when its agent lost what it knew, which is rare."""
+"""Seconds for which the ARN of a container instance is cached. It changes when its agent loses its
+state, which is rare.
+"""
 
 
 class Places(Protocol):
-    """Where nodes and ranks are in ECS."""
+    """Lookup of nodes and ranks in ECS."""
 
     async def instance(self, ec2_id: str, max_age: float = 0.0) -> Instance:
-        """Raises LookupError when none is registered."""
+        """Return the container instance of an EC2 instance.
+
+        Raises:
+            LookupError: None is registered.
+        """
         ...
 
     async def task_of(self, ec2_id: str, started_by: str) -> Task | None:
-        """Also one that has ended within the last hour. Raises LookupError when no container instance is there."""
+        """Return the task with this `startedBy`, including one that ended within the last hour.
+
+        Raises:
+            LookupError: No container instance is registered.
+        """
         ...
 
 
 class Mirror:
-    """The tables. A row has the attributes that are documented, and `relaunch_seq`; what else it has is left alone."""
+    """Writer of the three tables.
+
+    It sets the documented attributes and `relaunch_seq`; other attributes of a row are left alone.
+    """
 
     def __init__(self, aws: Aws, tables: EcsTables, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._aws = aws
@@ -51,7 +69,10 @@ class Mirror:
         self._clock = clock
 
     async def job(self, row: JobRow) -> bool:
-        """Return whether the row was older, and was changed; so do the others."""
+        """Write a row if it is newer than the stored one. Return whether it was written.
+
+        `task` and `node` do the same.
+        """
         values = {
             "job_timestamp": row.timestamp,
             "cluster_name": row.cluster,
@@ -81,7 +102,8 @@ class Mirror:
             "retry": str(row.retry),
             "task_status": row.status.value,
         }
-        # Of one age, an end is newer than that it goes on: a task may outlive what its job has to say.
+        # At equal relaunch_seq, a final status replaces IN_PROGRESS: a task may end after the last
+        # update of its job.
         also = ("task_status", TaskStatus.IN_PROGRESS.value) if row.status is not TaskStatus.IN_PROGRESS else None
         return await self._write(self._tables.task, {"ecs_task_id": row.task_id}, row.seq, values, also)
 
@@ -99,7 +121,7 @@ class Mirror:
         if table is None:
             return False
         now = self._clock().isoformat()
-        # By number: `status` and others are words of DynamoDB's.
+        # Numbered placeholders, because `status` and others are reserved words of DynamoDB.
         names = {f"#{index}": name for index, name in enumerate([*values, "updated_at", SEQ])}
         given = {f":{index}": _value(value) for index, value in enumerate([*values.values(), now, seq])}
         condition = "attribute_not_exists(#seq) OR #seq < :seq"
@@ -128,19 +150,23 @@ class Mirror:
 
 
 class FleetMirror:
-    """What a fleet and its jobs know of themselves, as rows. It remembers which tasks it has not seen end."""
+    """Writer of the rows of one fleet and its jobs.
+
+    It remembers the tasks that it has not yet seen end.
+    """
 
     wants_jobs = True
 
     def __init__(self, fleet: str, cluster: str, mirror: Mirror, places: Places, node: Callable[[str], FleetNode]) -> None:
-        """Prepare to write.
+        """Create the writer without writing anything.
 
         Args:
-            fleet: Its name.
-            cluster: Its cluster's name or ARN.
-            mirror: The tables.
-            places: What ECS says.
-            node: A node of the fleet by its name, as the backend knows it; KeyError: there is none.
+            fleet: Name of the fleet.
+            cluster: Name or ARN of its cluster.
+            mirror: Writer of the tables.
+            places: Lookup of instances and tasks in ECS.
+            node: Returns a node of the fleet by name, as the backend knows it; raises KeyError if
+                there is none.
         """
         self._fleet = fleet
         self._cluster = _short(cluster)
@@ -149,15 +175,17 @@ class FleetMirror:
         self._node = node
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._going: dict[str, dict[str, tuple[str, str, TaskRow]]] = {}
-        """By job and task: where it was (ec2 id, startedBy), and what its row says."""
+        """By job and task id: where the task ran (EC2 id, startedBy), and its row."""
         self._nodes: dict[str, tuple[object, ...]] = {}
         self._all_nodes_at = -KNOWN_FOR
 
     async def job(self, state: JobState, seq: int, terminated: bool) -> bool:
-        """Write a job and its tasks. Return False where a task of it goes on although the job has ended: look again.
+        """Write a job and its tasks. Return False if the job has ended but a task still runs.
+
+        In that case the caller has to call again later.
 
         Raises:
-            Unreachable: not all of it was written.
+            Unreachable: Not all rows were written.
         """
         try:
             return await self._job(state, seq, terminated)
@@ -165,10 +193,10 @@ class FleetMirror:
             raise Unreachable(self._fleet, f"the tables were not written: {error.reason}") from error
 
     async def nodes(self, state: FleetState, seq: int) -> None:
-        """Write what has changed of the nodes.
+        """Write the rows of the nodes that have changed.
 
         Raises:
-            Unreachable: not all of it was written.
+            Unreachable: Not all rows were written.
         """
         if time.monotonic() - self._all_nodes_at >= KNOWN_FOR:
             self._nodes.clear()
@@ -186,7 +214,7 @@ class FleetMirror:
             raise Unreachable(self._fleet, f"the tables were not written: {error.reason}") from error
 
     async def _write_node(self, row: NodeRow, ec2_id: str) -> None:
-        # Not one after the other: what is asked within a moment is one call.
+        # Concurrently, so that the lookups are batched into one call.
         try:
             arn = (await self._places.instance(ec2_id, ARN_KNOWN_FOR)).arn
         except LookupError:
@@ -198,7 +226,8 @@ class FleetMirror:
     async def _job(self, state: JobState, seq: int, terminated: bool) -> bool:
         tokens = [state.token]
         if state.name not in self._going and state.generation > 1:
-            # Another worker saw the generation before, and may have ended before it saw how that ended.
+            # Another worker followed the previous generation, and may have stopped before it saw
+            # how that generation ended.
             tokens.append(replace(state.token, generation=state.generation - 1))
         found = [one for token in tokens for one in await self._tasks(state, seq, token)]
         before = self._going.get(state.name, {})
@@ -229,7 +258,7 @@ class FleetMirror:
         return not (ended and going)
 
     async def _tasks(self, state: JobState, seq: int, token: Token) -> list[tuple[str, str, TaskRow, Task | None]]:
-        """Of one generation, those that ECS knows, by the order of its nodes."""
+        """Return the tasks of one generation that ECS knows, in the order of its nodes."""
         by = _name(token)
         if by is None or not token.generation:
             return []
@@ -261,11 +290,12 @@ class FleetMirror:
         return [each for each in looked if each is not None]
 
     async def _ended_since(self, going: list[tuple[str, str, TaskRow]], seq: int) -> list[tuple[str, str, TaskRow, Task | None]]:
-        """Look again at tasks of generations that are over, or on nodes that the job has left."""
+        """Look up again tasks of earlier generations and of nodes that the job has left."""
 
         async def one(ec2_id: str, by: str, row: TaskRow) -> tuple[str, str, TaskRow, Task | None]:
             task = await self._task(ec2_id, by)
-            # ECS forgets a task an hour after its end: how that was nobody knows, and a job is launched anew only when its ranks are gone.
+            # ECS forgets a task an hour after it ended, so how it ended is unknown. That it has
+            # ended is certain: a job is launched again only when its ranks are gone.
             status = TaskStatus.TERMINATED if task is None else _status(task)
             return ec2_id, by, replace(row, seq=seq, status=status), task
 
@@ -291,24 +321,25 @@ class FleetMirror:
 def _name(token: Token) -> str | None:
     try:
         return started_by(token)
-    except ValueError:  # such a job cannot be launched, so no task has it
+    except ValueError:  # such a job cannot be launched, so it has no tasks
         return None
 
 
 def _status(task: Task) -> TaskStatus:
     codes = [container.exit_code for container in task.containers]
-    # One that failed says more than those beside it: they were stopped because of it.
+    # A nonzero exit code takes precedence: the other containers were stopped because of that
+    # failure.
     worst = next((code for code in codes if code), None if None in codes or not codes else 0)
     return task_status(task.last_status, worst, is_ours(task.stopped_reason) or task.stop_code == "UserInitiated")
 
 
 def _short(arn: str) -> str:
-    """The last part of an ARN, or a name as it is."""
+    """Return the last part of an ARN; a plain name is returned unchanged."""
     return arn.rpartition("/")[2]
 
 
 def _value(value: object) -> dict[str, Any]:
-    """As DynamoDB types it."""
+    """Return a value in DynamoDB's typed attribute format."""
     if isinstance(value, int):
         return {"N": str(value)}
     if isinstance(value, tuple):

@@ -1,4 +1,7 @@
-"""Who is on a container instance, by the tasks that ECS has there: ranks, an examination, strangers. Asks nobody."""
+"""Classifies the ECS tasks on a container instance: ranks, an examination, or other tasks.
+
+This module makes no calls.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ from relaunch.backends.ecs.tasks import LONGEST_STARTED_BY, Task, token_of
 
 NODE_TASK = "relaunch-node/"
 SERVICES = "ecs-svc/"
-"""What ECS's own scheduler starts, and starts again: agents of a monitoring service, for instance. They come and go with the machine."""
+"""Prefix of `startedBy` of tasks that the ECS service scheduler starts and restarts, for instance
+monitoring agents. They come and go with the machine and do not count as occupants.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Occupants:
     jobs: tuple[dict[str, Any], ...]
-    """Of ranks and of strangers, as a probe's answer has them."""
+    """Jobs with ranks there and tasks of other owners, in the format of a probe's answer."""
     held: dict[str, Any] | None
-    """The examination that is under way, as a probe's answer has it."""
+    """The examination under way, in the format of a probe's answer."""
 
 
 def occupants(tasks: Iterable[Task]) -> Occupants:
@@ -43,7 +48,7 @@ def occupants(tasks: Iterable[Task]) -> Occupants:
 
 
 def names(held_or_job: dict[str, Any]) -> str:
-    """For a refusal."""
+    """Return the name of an occupant for the reason of a refusal."""
     if "by" in held_or_job:
         return f"{held_or_job['by']} of {held_or_job['id']}"
     generation = held_or_job.get("generation")
@@ -51,7 +56,10 @@ def names(held_or_job: dict[str, Any]) -> str:
 
 
 def node_task(kind: str, id: str = "") -> str:
-    """Name an examination in a task's startedBy; with its id as far as that can be written there."""
+    """Return the `startedBy` of an examination task.
+
+    It contains the id if that fits and can be written there, and a hash of the id otherwise.
+    """
     name = f"{NODE_TASK}{kind}" + (f"/{id.replace('_', '__').replace('.', '_d')}" if id else "")
     if len(name) <= LONGEST_STARTED_BY and re.fullmatch(r"[A-Za-z0-9/_-]+", name):
         return name
@@ -59,7 +67,7 @@ def node_task(kind: str, id: str = "") -> str:
 
 
 def examination(task: Task) -> tuple[str, str]:
-    """What it does and for which id; empty: it examines nothing."""
+    """Return the kind and id of an examination task; both empty if the task is none."""
     if not task.started_by.startswith(NODE_TASK):
         return "", ""
     kind, _, id = task.started_by.removeprefix(NODE_TASK).partition("/")

@@ -1,4 +1,7 @@
-"""What a fleet of ECS may use of its account: its file says so, and the environment what that leaves open. Asks nobody if it exists."""
+"""Determines the ECS options of a fleet from its file and the environment.
+
+The file takes precedence. Whether the named resources exist is not checked.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,29 @@ VARIABLES = {
     "topic": "SNS_TOPIC_ARN",
 }
 TABLES = {"task": "TASK_TABLE_NAME", "job": "JOB_TABLE_NAME", "node": "NODE_TABLE_NAME"}
-"""The names that github.com/yubingjiaocn/ecs-gpu-recovery gives its functions: whoever ran it sets nothing anew."""
+"""The variable names that github.com/yubingjiaocn/ecs-gpu-recovery gives its functions: its users
+need not change their settings.
+"""
 
 INSTANCE_ID = re.compile(r"i-[0-9a-f]{8}(?:[0-9a-f]{9})?")
-"""Ids of instances from before 2018 have 8 digits."""
+"""Ids from before 2018 have 8 digits."""
 CLUSTER = re.compile(r"(?:arn:aws[a-z-]*:ecs:[a-z0-9-]+:\d{12}:cluster/)?[A-Za-z0-9_-]{1,255}")
 TASK_DEFINITION = re.compile(r"(?:arn:aws[a-z-]*:ecs:[a-z0-9-]+:\d{12}:task-definition/)?[A-Za-z0-9_-]{1,255}(?::[1-9]\d*)?")
 TOPIC = re.compile(r"arn:aws[a-z-]*:sns:[a-z0-9-]+:\d{12}:[A-Za-z0-9_-]{1,256}")
 TABLE = re.compile(r"(?:arn:aws[a-z-]*:dynamodb:[a-z0-9-]+:\d{12}:table/)?[A-Za-z0-9_.-]{3,255}")
 LEAST_POLL = 1.0
-"""Seconds. Every worker looks as often, and AWS answers 20 reads a second of a whole account and region."""
+"""Seconds. Every worker polls at this interval, and AWS allows 20 reads a second for a whole
+account and region.
+"""
 
 
 def options(spec: FleetSpec, environ: Mapping[str, str]) -> EcsOptions:
-    """Return the options of a fleet, with what its file leaves open taken from the environment. Blank counts as unset.
+    """Return the options of a fleet, with unset ones taken from the environment.
+
+    A blank variable counts as unset.
 
     Raises:
-        ValueError: something is missing or cannot be; one sentence.
+        ValueError: An option is missing or invalid; the message is one sentence.
     """
     given = spec.ecs
     found = {name: environ.get(variable) or None for name, variable in VARIABLES.items() if getattr(given, name) is None}
@@ -82,5 +91,5 @@ def _is_url(value: str) -> bool:
         parts = urlsplit(value)
     except ValueError:
         return False
-    # Plain HTTP: a local stand-in of SQS.
+    # Plain HTTP is allowed for a local stand-in of SQS.
     return parts.scheme in ("https", "http") and bool(parts.hostname) and len(parts.path) > 1 and not re.search(r"\s", value)

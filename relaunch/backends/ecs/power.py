@@ -1,6 +1,7 @@
-"""Stops an EC2 instance and starts it again, one step a look, so that whoever comes next can go on. When that is done is not its matter.
+"""Stops an EC2 instance and starts it again, one step per call, so that any worker can continue.
 
-EC2's own state and launch time say how far it is: a worker that dies between two steps leaves nothing undone that the next one cannot see.
+When to power-cycle an instance is decided elsewhere. The EC2 state and launch time show the
+progress: if a worker dies between two steps, the next one sees what remains to be done.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.reboots import Entry, Journal, Phase, launch
 
 FORCE_AFTER = 120.0
-"""Seconds. A driver that hangs keeps the system from shutting down; EC2's own patience lasts longer than most."""
+"""Seconds until the stop is forced. A hanging driver can keep the system from shutting down, and
+EC2 by itself waits longer before it forces a stop.
+"""
 NO_CAPACITY = 75
-"""EX_TEMPFAIL of sysexits.h: it may go well later."""
+"""EX_TEMPFAIL of sysexits.h: a later attempt may succeed."""
 FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """It is not done."""
+    """A power cycle that is not finished."""
 
     reason: str
     exit_code: int = 0
-    """Where it cannot go on by itself."""
+    """Nonzero if it cannot continue by itself."""
 
 
 class PowerCycle:
@@ -36,10 +39,10 @@ class PowerCycle:
         self._now = now
 
     async def step(self, journal: Journal, entry: Entry) -> Waiting | None:
-        """Do the next thing; None: it has been stopped, runs again, and its agent is connected.
+        """Take the next step. Return None once the instance runs again and its agent is connected.
 
         Raises:
-            AwsError: a look was not answered, or something else than an order was not.
+            AwsError: A call failed whose failure is not returned as `Waiting`: a read, for example.
         """
         machine = await self._cluster.machine(journal.ec2_id)
         match machine.state:
@@ -60,7 +63,7 @@ class PowerCycle:
     async def _stop(self, journal: Journal, entry: Entry) -> Waiting:
         group, state = await self._group(journal.ec2_id)
         if state == "InService":
-            # An Auto Scaling group ends an instance that was stopped, and starts another.
+            # An Auto Scaling group terminates an instance that was stopped, and starts another.
             entry = await journal.write(replace(entry, standby=True))
             request = {"AutoScalingGroupName": group, "ShouldDecrementDesiredCapacity": True}
             try:
@@ -122,7 +125,7 @@ class PowerCycle:
             await self._aws.call("autoscaling", "ExitStandby", InstanceIds=[journal.ec2_id], AutoScalingGroupName=group)
 
     async def _group(self, ec2_id: str) -> tuple[str, str]:
-        """Its Auto Scaling group and what it is there; empty: it is in none."""
+        """Return the Auto Scaling group and lifecycle state of an instance; both empty if none."""
         answer = await self._aws.call("autoscaling", "DescribeAutoScalingInstances", InstanceIds=[ec2_id])
         for one in answer.get("AutoScalingInstances") or ():
             return str(one.get("AutoScalingGroupName") or ""), str(one.get("LifecycleState") or "")

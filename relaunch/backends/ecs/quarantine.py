@@ -1,4 +1,8 @@
-"""Writes a fleet's quarantines onto its instances, where every launch looks, also one of another fleet. It quarantines nothing itself."""
+"""Writes the quarantines of a fleet as attributes of its container instances.
+
+Every launch checks the attribute, including launches of another fleet. This module does not decide
+which nodes are quarantined.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,16 @@ from relaunch.pool.state import FleetState, NodeStatus
 from relaunch.spec.fleet import FleetNode
 
 TRUSTED_FOR = 300.0
-"""Seconds for which what was written is taken to be there: somebody else may have written since, or an agent have registered anew."""
+"""Seconds for which a written attribute is assumed to be present. Meanwhile another user may have
+changed it, or an agent may have registered again.
+"""
 
 
 class Marks:
-    """And what keeps the tables, if some are named: both follow the fleet in the same way."""
+    """Writer of the quarantine attributes and, if the fleet file names any, of the tables.
+
+    Both follow the state of the fleet in the same way.
+    """
 
     def __init__(self, fleet: str, cluster: Cluster, node: Callable[[str], FleetNode], tables: FleetMirror | None) -> None:
         self._fleet = fleet
@@ -37,9 +46,10 @@ class Marks:
         """Bring attributes and tables up to date.
 
         Raises:
-            Unreachable: not all of it was written.
+            Unreachable: Not everything was written.
         """
-        # A job that may stay is launched again where it is: the fleet lets nobody else there.
+        # Skip nodes in use: a job that may stay on its node is launched again there, and the fleet
+        # places no other job there.
         used = {place.node for claim in state.claims for place in claim.places}
         wanted = {
             record.name: record.standing is NodeStatus.QUARANTINED and record.name not in used for record in state.nodes if not record.gone
@@ -61,10 +71,11 @@ class Marks:
         try:
             instance = await self._cluster.instance(self._node(name).address)
         except (UnknownInstance, KeyError):
-            return  # there is nothing that could be launched on
+            return  # no instance on which a rank could be launched
         present = instance.attributes.get(QUARANTINE)
         if quarantined and present is None:
             await self._cluster.put_attributes(instance.arn, {QUARANTINE: self._fleet})
-        elif not quarantined and present == self._fleet:  # a person's own mark is that person's
+        # an attribute that a user set is left alone
+        elif not quarantined and present == self._fleet:
             await self._cluster.put_attributes(instance.arn, {QUARANTINE: None})
         self._written[name] = quarantined, time.monotonic()

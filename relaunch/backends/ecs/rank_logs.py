@@ -1,4 +1,7 @@
-"""Where the output of ranks is, and what they printed last: CloudWatch Logs keeps it, if their task definition says so."""
+"""Locates the output of ranks in CloudWatch Logs and reads its last lines.
+
+CloudWatch Logs has it only if the task definition uses the awslogs driver.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from relaunch.backends.ecs.cluster import Cluster
 from relaunch.backends.ecs.tasks import Task
 
 TAIL_LINES, TAIL_BYTES = 40, 8192
-"""As an agent sends."""
+"""The same limits as an agent uses."""
 DELIVERED_WITHIN = 3.0
-"""Seconds for the last lines of a rank to arrive: its log driver sends what it has when the container ends, and the relaunch waits."""
+"""Seconds to wait for the last lines of a rank: its log driver sends them when the container ends,
+and the relaunch is delayed meanwhile.
+"""
 LOOK_AGAIN = 0.5
 
 
@@ -21,10 +26,10 @@ class RankLogs:
         self._cluster = cluster
 
     async def where(self, task: Task) -> tuple[str, str] | None:
-        """Return the log group and stream of a rank; None: its output is not in CloudWatch Logs.
+        """Return the log group and stream of a rank; None if its output is not in CloudWatch Logs.
 
         Raises:
-            AwsError: nobody could be asked.
+            AwsError: The call failed.
         """
         if not task.definition or not task.trainer:
             return None
@@ -32,7 +37,10 @@ class RankLogs:
         return None if log is None else (log.group, log.stream(task.trainer, task.short))
 
     async def tail(self, task: Task) -> list[str]:
-        """Return the last lines of a rank that has ended; none where they cannot be had: its exit code is told without them."""
+        """Return the last lines of a rank that has ended; an empty list if they cannot be read.
+
+        The exit code is then reported without them.
+        """
         until = time.monotonic() + DELIVERED_WITHIN
         try:
             where = await self.where(task)
@@ -53,7 +61,7 @@ class RankLogs:
             )
         except AwsError as error:
             if error.code == "ResourceNotFoundException":
-                return []  # the driver makes the stream with the first line
+                return []  # the driver creates the stream with the first line
             raise
         told: list[str] = []
         left = TAIL_BYTES

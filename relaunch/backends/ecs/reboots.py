@@ -1,6 +1,9 @@
-"""What an EC2 instance's tags remember of how relaunch ended its boots: read by whichever worker comes next. Orders nothing.
+"""Keeps, in the tags of an EC2 instance, a journal of reboots and power cycles ordered by relaunch.
 
-Tags, because attributes of a container instance are lost when its agent registers anew, which is what reboots lead to.
+Whichever worker takes over reads it. This module issues no orders itself.
+
+Tags are used because attributes of a container instance are lost when its agent registers again,
+which can happen after a reboot.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from relaunch.backends.ecs.aws import Aws
 
 PREFIX = "relaunch:"
 KEPT = 8
-"""Entries on one instance, of the 50 tags that EC2 allows: more than any policy reboots a node before a person looks at it."""
+"""Entries kept on one instance, of the 50 tags that EC2 allows: more than the number of reboots
+that any policy makes before a person looks at the node.
+"""
 LONGEST = 256
-"""Characters of a tag's value."""
+"""Maximum length of a tag's value in characters."""
 VISIBLE_WITHIN, VISIBLE_LOOK = 5.0, 0.25
-"""Seconds. EC2 is eventually consistent, mostly within one."""
+"""Seconds to wait for a written tag to become visible, and between two looks. EC2 is eventually
+consistent, mostly within one second.
+"""
 
 
 class Way(StrEnum):
@@ -30,29 +37,31 @@ class Way(StrEnum):
 
 class Phase(StrEnum):
     INTENT = "intent"
-    """Written before the first call that acts: from here on it may have been ordered."""
+    """Written before the first call that acts: from here on the order may have been sent."""
     SENT = "sent"
-    """EC2 has taken the order."""
+    """EC2 has accepted the order."""
     DOWN = "down"
-    """And the instance was seen without its agent since."""
+    """EC2 has accepted the order, and the instance has since been seen without its agent."""
     DONE = "done"
-    """It is back, or was given up."""
+    """The instance is back, or the order was given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     way: Way
     id: str
-    """Of the repair that ordered it."""
+    """Id of the repair that ordered it."""
     at: float
-    """Unix seconds of the worker that ordered it."""
+    """Unix seconds by the clock of the worker that ordered it."""
     before: str
-    """The boot id that it ends; of a power cycle, the launch time."""
+    """Boot id that the reboot ends; for a power cycle, the launch time."""
     phase: Phase = Phase.INTENT
     sent: bool = False
-    """EC2 is known to have taken it; else it is known only by what came of it."""
+    """Whether EC2 is known to have accepted the order; if not, only a changed boot id or launch
+    time shows that it took effect.
+    """
     standby: bool = False
-    """Its Auto Scaling group was told to leave it alone meanwhile."""
+    """Whether its Auto Scaling group has been asked to put the instance into Standby meanwhile."""
     forced: bool = False
 
     @property
@@ -71,13 +80,13 @@ _MARKS = ("sent", "standby", "forced")
 
 
 def written(entry: Entry) -> str:
-    """The value of its tag."""
+    """Return the value of the tag for an entry."""
     state = "+".join((entry.phase, *(mark for mark in _MARKS if getattr(entry, mark))))
     return f"{state} {entry.at:.0f} {entry.before or '-'} {entry.id}"[:LONGEST]
 
 
 def read(key: str, value: str) -> Entry | None:
-    """None: it is no entry of this journal, or one that somebody has written over."""
+    """Parse a tag; None if it is no entry of this journal, or was overwritten by a user."""
     way = key.removeprefix(PREFIX).partition(":")[0]
     state, _, rest = value.partition(" ")
     at, _, rest = rest.partition(" ")
@@ -89,13 +98,13 @@ def read(key: str, value: str) -> Entry | None:
 
 
 class Journal:
-    """Of one instance, as it was read."""
+    """Journal of one instance, as of when it was read."""
 
     def __init__(self, aws: Aws, ec2_id: str, entries: tuple[Entry, ...]) -> None:
         self._aws = aws
         self.ec2_id = ec2_id
         self.entries = entries
-        """The oldest first."""
+        """Oldest first."""
 
     @classmethod
     async def of(cls, aws: Aws, ec2_id: str) -> Journal:
@@ -109,7 +118,13 @@ class Journal:
         return next((one for one in self.entries if one.key == key), None)
 
     async def write(self, entry: Entry) -> Entry:
-        """Write an entry over the one of its repair, and return when whoever asks sees it."""
+        """Write an entry, replacing the earlier entry of the same repair.
+
+        For an INTENT entry, wait until EC2 shows it to readers.
+
+        Raises:
+            TimeoutError: EC2 does not show the entry within `VISIBLE_WITHIN` seconds.
+        """
         await self._aws.call("ec2", "CreateTags", Resources=[self.ec2_id], Tags=[{"Key": entry.key, "Value": written(entry)}])
         others = [one for one in self.entries if one.key != entry.key]
         old = [one for one in others if one.over][: max(0, len(others) + 1 - KEPT)]
@@ -121,12 +136,12 @@ class Journal:
         return entry
 
     async def withdraw(self, entry: Entry) -> None:
-        """Forget an entry: nothing was ordered."""
+        """Delete an entry whose order was not carried out."""
         await self._forget([entry])
         self.entries = tuple(one for one in self.entries if one.key != entry.key)
 
     def told(self, boot_id: str, launched_at: float | None) -> list[dict[str, Any]]:
-        """The reboots that happened, or are about to, as a probe's answer has them."""
+        """Return the reboots that happened or are about to, in the format of a probe's answer."""
         return [
             {"at": one.at, "id": one.id, "reason": _reason(one), "boot_id": one.before if one.way is Way.REBOOT else ""}
             for one in self.entries
@@ -145,7 +160,7 @@ class Journal:
 
 
 def launch(launched_at: float | None) -> str:
-    """A launch time as entries have it."""
+    """Return a launch time in the format of entries."""
     return "" if launched_at is None else f"{launched_at:.0f}"
 
 

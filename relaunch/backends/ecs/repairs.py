@@ -1,6 +1,7 @@
-"""The orders that act on a container instance: reboot it, stop and start it; and what of them is unfinished.
+"""Reboots and power-cycles container instances, and finishes such orders that were interrupted.
 
-RebootInstances has no idempotency: whatever is ordered is written to the instance's tags before, so that no worker orders it twice.
+RebootInstances is not idempotent: every order is written to the instance's tags before it is sent,
+so that no worker sends it twice.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from relaunch.backends.ecs.tasks import Instance
 from relaunch.spec.fleet import EcsOptions
 
 HARD_RESET = 300.0
-"""Seconds. EC2 queues a reboot, and resets an instance by force that does not shut down within a few minutes: it has happened by then."""
+"""Seconds after which an ordered reboot has happened: EC2 queues a reboot, and resets by force an
+instance that does not shut down within a few minutes.
+"""
 BEGUN_WITHIN = 60.0
-"""Seconds from the intent until its worker has drained the instance, or is gone: each of the calls between ends within thirteen."""
+"""Seconds from the intent until its worker has drained the instance or is gone: each of the calls
+in between ends within thirteen.
+"""
 RETIRED = ("instance-retirement", "instance-stop")
-"""Events that EC2 schedules for hardware that it gives up: a reboot stays on it, a stop and start leaves it."""
+"""Events that EC2 schedules for failing hardware: a reboot keeps the instance on it, a stop and
+start moves it to other hardware.
+"""
 LOST_BY_A_STOP = "stopped and started by EC2, on other hardware; what was on instance store volumes is lost"
 
 
@@ -43,7 +50,10 @@ class Repairs:
     async def reboot(
         self, node: str, ec2_id: str, id: str, boot_id: str, reason: str, probe: Callable[[], Awaitable[Mapping[str, Any]]]
     ) -> Mapping[str, Any] | Refused:
-        """Tell EC2 to reboot it, if it still runs this boot and nothing runs there. Another boot id afterwards is the only proof."""
+        """Tell EC2 to reboot an instance if it still runs this boot and nothing runs there.
+
+        Only a different boot id afterwards proves that the reboot happened.
+        """
         if self._options.node_task is None:
             why = "nothing on it could tell a boot id, which alone proves a reboot: set ecs.node_task in the fleet file"
             return Refused(node, "cannot_reboot", why)
@@ -61,21 +71,23 @@ class Repairs:
             facts = await probe()
             if refused := _unlike(node, boot_id, facts) or await self._cannot(node, ec2_id):
                 return refused
-            journal = await Journal.of(self._aws, ec2_id)  # the probe may have finished what was unfinished
+            # the probe may have finished an interrupted order
+            journal = await Journal.of(self._aws, ec2_id)
             return await self._ordered(node, journal, Entry(Way.REBOOT, id, self._now(), boot_id))
 
     async def _ordered(self, node: str, journal: Journal, entry: Entry) -> Mapping[str, Any] | Refused:
         instance = await self._cluster.instance(journal.ec2_id)
         await journal.write(entry)
         await self._set_state(instance, "DRAINING")
-        # From here on ECS places nothing there: what is there now is all that can be lost.
+        # From here on ECS places nothing there: only tasks that are there now could be lost.
         if on_it := _busy(await self._cluster.tasks_on(journal.ec2_id)):
             await self._undo(journal, entry, instance)
             return Refused(node, "busy", on_it)
         try:
             await self._aws.call("ec2", "RebootInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
-            if error.kind is Kind.UNAVAILABLE:  # it may reboot: as long as that is so, nobody orders it again
+            # it may reboot: keep the entry, so that no worker orders it again
+            if error.kind is Kind.UNAVAILABLE:
                 raise
             await self._undo(journal, entry, instance)
             if error.kind is Kind.THROTTLED:
@@ -93,7 +105,10 @@ class Repairs:
         await self._aws.call("ecs", "UpdateContainerInstancesState", status=status, **request)
 
     async def _cannot(self, node: str, ec2_id: str) -> Refused | None:
-        """Whether a reboot would leave it on hardware that EC2 itself calls broken."""
+        """Return a refusal if EC2 reports the instance's hardware as broken.
+
+        A reboot would leave the instance on the same hardware.
+        """
         answer = await self._aws.call("ec2", "DescribeInstanceStatus", InstanceIds=[ec2_id], IncludeAllInstances=True)
         for one in answer.get("InstanceStatuses") or ():
             if (one.get("SystemStatus") or {}).get("Status") == "impaired":
@@ -103,13 +118,13 @@ class Repairs:
                     return Refused(node, "cannot_reboot", f"EC2 has scheduled its {event['Code']}: it needs other hardware")
         return None
 
-    # --- what is unfinished
+    # --- interrupted orders
 
     async def settle(self, node: str, ec2_id: str, within: float) -> Journal:
-        """Finish what was ordered, and wait for it.
+        """Finish an interrupted order and wait for the instance to come back.
 
         Raises:
-            Unreachable: it is not back yet.
+            Unreachable: It is not back yet.
         """
         until = time.monotonic() + within
         with _asking(node):
@@ -121,14 +136,15 @@ class Repairs:
         return journal
 
     async def _unfinished(self, journal: Journal) -> str:
-        """Why the instance is not to be asked yet; empty: it is."""
+        """Return why the instance cannot be probed yet; empty if it can."""
         cycle = journal.unfinished(Way.POWER)
         if cycle is not None:
             waiting = await self._power.step(journal, cycle)
             if waiting is not None:
                 return f"its power is being cycled: {waiting.reason}"
             if (reboot := journal.unfinished(Way.REBOOT)) is not None:
-                await journal.write(reboot.moved(Phase.DOWN))  # it was without power since
+                # the power cycle also ended that boot
+                await journal.write(reboot.moved(Phase.DOWN))
         reboot = journal.unfinished(Way.REBOOT)
         return "" if reboot is None else await self._not_back(journal, reboot)
 
@@ -142,9 +158,12 @@ class Repairs:
         if entry.phase is Phase.INTENT and instance.status == "ACTIVE":
             if age < BEGUN_WITHIN:
                 return f"it is about to be told to reboot, since {age:.0f} s"
-            await journal.withdraw(entry)  # it is drained before it is ordered: whoever wrote this did neither
+            # an instance is drained before it is rebooted: the worker that wrote the entry did
+            # neither
+            await journal.withdraw(entry)
             return ""
-        # An agent stays connected for a while after the order, and a short absence may have been missed.
+        # An agent stays connected for a while after the order, and a short disconnection may have
+        # been missed.
         if entry.phase is not Phase.DOWN and age < HARD_RESET:
             return f"it was told to reboot {age:.0f} s ago, and has not gone down"
         if instance.status == "DRAINING":
@@ -158,10 +177,12 @@ class Repairs:
     # --- power
 
     async def cycle_power(self, node: str, ec2_id: str, id: str, within: float) -> Mapping[str, Any]:
-        """Have EC2 stop it and start it, as far as that goes in this time; every later look at the node goes on with it.
+        """Have EC2 stop and start an instance, as far as that goes within this time.
+
+        Every later probe of the node continues it.
 
         Raises:
-            Unreachable: it is under way.
+            Unreachable: It is still in progress.
         """
         began = time.monotonic()
 
@@ -190,7 +211,7 @@ class Repairs:
         return ended(0, LOST_BY_A_STOP)
 
     async def _cycle(self, ec2_id: str, id: str) -> tuple[Journal, Entry | None]:
-        """The cycle that is to be gone on with; None: this repair's has happened."""
+        """Return the power cycle to continue; None if that of this repair has already happened."""
         journal = await Journal.of(self._aws, ec2_id)
         if (going := journal.unfinished(Way.POWER)) is not None:
             return journal, going
@@ -208,7 +229,7 @@ class Repairs:
 
 
 def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refused | None:
-    """Why what a probe says is against a reboot."""
+    """Return a refusal if the answer of a probe rules out a reboot."""
     present = str(facts.get("boot_id") or "")
     if present != boot_id:
         reason = f"this node runs boot {present or 'unknown'}; the order was decided on boot {boot_id}"
@@ -235,7 +256,7 @@ def _busy(tasks: Any) -> str:
 
 @contextmanager
 def _asking(node: str) -> Iterator[None]:
-    """Nothing that AWS says of itself is news about a node."""
+    """Convert errors of AWS to `Unreachable`: they say nothing about the state of the node."""
     try:
         yield
     except (AwsError, UnknownInstance) as error:

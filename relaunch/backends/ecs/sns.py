@@ -1,4 +1,7 @@
-"""Tells people by Amazon SNS. Who is told what, and when, it does not know; nor whether anybody reads it."""
+"""Publishes notifications to an Amazon SNS topic.
+
+It does not decide who is notified of what, or when, and does not know whether a message is read.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from collections.abc import Mapping
 from relaunch.backends.ecs.aws import Aws
 
 LONGEST_SUBJECT = 99
-"""SNS: ASCII, no line breaks or control characters, and "less than 100 characters long" (API reference of Publish)."""
+"""Subjects of SNS are ASCII, without line breaks or control characters, and "less than 100
+characters long" (API reference of Publish).
+"""
 LONGEST_MESSAGE = 262_144
-"""Bytes of body, subject and attributes together (SNS quotas); more is refused as a whole."""
+"""Maximum bytes of body, subject and attributes together (SNS quotas); SNS refuses a larger message
+as a whole.
+"""
 CUT = "\n[cut: a message of Amazon SNS has at most 256 KiB]"
 _PLAIN = str.maketrans({"…": "...", "–": "-", "—": "-", "→": "->", "×": "x", "·": "-", "‘": "'", "’": "'", "“": '"', "”": '"'})
 
@@ -21,15 +28,17 @@ class Topic:
         self._arn = arn
 
     async def tell(self, subject: str, text: str, attributes: Mapping[str, str] | None = None) -> None:
-        """Publish. A repeated call is a second message.
+        """Publish a message. A repeated call publishes a second message.
 
         Args:
-            subject: Of the e-mail, where a subscriber is one. It is made to fit.
-            text: What cannot be sent of it is cut, and the message says so.
-            attributes: That subscriptions may filter by. SNS refuses empty ones, so they are left out.
+            subject: Subject line for e-mail subscribers. It is shortened and converted as SNS
+                requires.
+            text: Body. A body that is too long is cut, and ends with a note that says so.
+            attributes: Attributes by which subscriptions may filter. Empty values are left out,
+                because SNS refuses them.
 
         Raises:
-            AwsError: it was not sent, or nobody knows.
+            AwsError: The message was not sent, or it is unknown whether it was.
         """
         plain = plain_subject(subject)
         sent = {name: value for name, value in (attributes or {}).items() if value}
@@ -45,7 +54,10 @@ class Topic:
 
 
 def plain_subject(text: str) -> str:
-    """Text as SNS takes it for a subject: letters lose their accents, what has no ASCII is a question mark, and the end is cut."""
+    """Return text as SNS accepts it for a subject.
+
+    Accents are removed, other non-ASCII characters become question marks, and the end is cut.
+    """
     split = unicodedata.normalize("NFKD", text.translate(_PLAIN))
     bare = "".join(letter for letter in split if not unicodedata.combining(letter))
     ascii_only = bare.encode("ascii", "replace").decode()
@@ -54,7 +66,7 @@ def plain_subject(text: str) -> str:
 
 
 def fitting(text: str, most: int) -> str:
-    """Text of at most so many bytes."""
+    """Return text cut to at most `most` bytes."""
     data = text.encode(errors="replace")
     if len(data) <= most:
         return data.decode()

@@ -1,4 +1,7 @@
-"""Tells of a task that is a rank in the words of an agent's `watch`: docs/reference/agent-protocol.md. Silence of AWS is no news."""
+"""Reports a rank's task as an agent's `watch` does: see docs/reference/agent-protocol.md.
+
+The absence of an answer from AWS is not reported as a failure of the rank.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,34 @@ from relaunch.backends.ecs.tasks import Task, is_ours
 from relaunch.generation import Token
 
 AGENT_FLAPS = 30.0
-"""Seconds that an instance's agent may be away: ECS closes its connection several times an hour, and it comes back within seconds."""
+"""Seconds for which the ECS agent of an instance may be disconnected: ECS closes its connection
+several times an hour, and it reconnects within seconds.
+"""
 STALE_POLLS = 3
-"""Looks that may fail before a watch counts as broken."""
+"""Number of polls that may fail before the watch counts as broken."""
 FRESH_POLLS = 1.5
-"""Looks after which what was seen says nothing about now."""
+"""Number of poll intervals after which the last observation is too old to send heartbeats from."""
 USER = "UserInitiated"
 BY_ITSELF = ("EssentialContainerExited", None)
-"""Stop codes of a task that was not made to end: only then is exit code 0 a success."""
+"""Stop codes of a task that ended by itself: only then is exit code 0 a success."""
 SETTLES = 5.0
-"""Seconds after which a task that was run must be there for whoever asks: ECS is eventually consistent. AWS gives no number; its own tools
-wait from two seconds upwards."""
+"""Seconds after which a task that was run must be visible to every caller: ECS is eventually
+consistent. AWS gives no number; its own tools wait from two seconds upwards.
+"""
 LOOK_AGAIN = 0.5
 ECS_SEQ = 1_000_000
-"""Number of the first observation that ECS makes: above all that an agent in the container may have told before."""
+"""Sequence number of the first observation from ECS: higher than any that an agent in the container
+may have used before.
+"""
 NO_KERNEL_LOG = "ECS does not tell what the kernel of a node said"
 
 Line = Mapping[str, Any]
 Tail = Callable[[Task], Awaitable[list[str]]]
-"""Reads what a rank printed last."""
+"""Reads the last lines that a rank printed."""
 
 
 class TaskStream:
-    """One watch of one rank."""
+    """Watch of one task that runs ranks."""
 
     def __init__(
         self,
@@ -54,7 +62,7 @@ class TaskStream:
         settles: float,
         feed: Feed,
     ) -> None:
-        """`feed`: what the agent in the task says, where it has one."""
+        """Create a watch. `feed` delivers the lines of the agent in the task, if it has one."""
         self._feed = feed
         self._cluster = cluster
         self._followed = followed
@@ -68,7 +76,7 @@ class TaskStream:
         self._opened = time.monotonic()
         self._unregistered: float | None = None
         self._machine: tuple[float | None, str | None] = (None, None)
-        """When the task was looked at last, and what EC2 then said of its machine."""
+        """When the task was last polled, and the EC2 state of its machine read after that poll."""
 
     async def lines(self) -> AsyncIterator[Line]:
         followed, greeted, due = self._followed, False, 0.0
@@ -76,7 +84,7 @@ class TaskStream:
             seen = followed.looked_at if followed.looked_at is not None else self._opened
             stale_at = wake = seen + STALE_POLLS * self._cluster.poll
             if self._feed.speaks:
-                # A rank that is heard lives, whatever AWS does.
+                # A rank whose agent is heard is alive, whatever AWS reports.
                 wake = max(wake, time.monotonic() + self._heartbeat)
             elif time.monotonic() >= stale_at:
                 raise Unreachable(self._node, followed.failing.reason if followed.failing else "AWS does not answer")
@@ -133,7 +141,11 @@ class TaskStream:
         return {"stamp": time.monotonic(), "alive": alive, "lease_left": None, "progress": {}}
 
     async def _ends(self) -> list[Line]:
-        """Say how it ended, if it has: of a failure its first rank, for ECS does not know which of several failed; else all of them."""
+        """Return the observations of how the task ended; none if it has not ended.
+
+        A failure yields one observation, for the first rank, because ECS does not know which of
+        several ranks failed; a success yields one per rank.
+        """
         followed = self._followed
         if followed.missing:
             return [vanished(f"ECS does not know task {short(followed.arn)} any more: it ended more than an hour ago, and nobody saw how")]
@@ -152,7 +164,10 @@ class TaskStream:
         return []
 
     async def _state(self) -> str | None:
-        """What EC2 says of a machine whose agent is not connected; None: it is, or EC2 did not answer."""
+        """Return the EC2 state of a machine whose ECS agent is disconnected.
+
+        Return None if the agent is connected or EC2 did not answer.
+        """
         instance = self._followed.instance
         if instance is not None and instance.agent_connected:
             return None
@@ -160,7 +175,7 @@ class TaskStream:
             try:
                 self._machine = self._followed.looked_at, await self._cluster.ec2_state(self._ec2_id)
             except AwsError:
-                # It is asked again at the next look; until then the machine is as silent as its agent.
+                # Try again after the next poll; until then the state of the machine is unknown.
                 self._machine = self._followed.looked_at, None
         return self._machine[1]
 
@@ -177,7 +192,7 @@ class TaskStream:
 
 
 class EndedStream:
-    """One watch of a rank that ECS does not know."""
+    """Watch of a rank that ECS does not know."""
 
     def __init__(self, token: Token, after_seq: int, reason: str) -> None:
         self._token = token
@@ -194,7 +209,7 @@ class EndedStream:
 
 
 def ending(task: Task) -> dict[str, Any]:
-    """Say how a task ended, as an observation without its number."""
+    """Return how a task ended, as an observation without its sequence number."""
     ours = is_ours(task.stopped_reason)
     if task.stop_code == USER and not ours and not task.stopped_reason.startswith("Host EC2"):
         said = f": {task.stopped_reason}" if task.stopped_reason else ""
@@ -226,5 +241,5 @@ def vanished(reason: str) -> dict[str, Any]:
 
 
 def short(arn: str) -> str:
-    """A task's id, without account and cluster."""
+    """Return the id of a task, without account and cluster."""
     return arn.rpartition("/")[2]

@@ -1,4 +1,7 @@
-"""What ECS says of tasks, container instances and task definitions, as values; and what is said to it to run one. Calls nobody."""
+"""Value types for tasks, container instances and task definitions of ECS, and run requests.
+
+This module makes no calls.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from relaunch.generation import Token
 
 STOPPED = "STOPPED"
 LONGEST_STARTED_BY = 128
-"""Of RunTask; StartTask takes 36."""
+"""Characters of `startedBy` in RunTask; StartTask allows 36."""
 LONGEST_OVERRIDES = 8192
 """Characters of a RunTask's overrides (ECS API Reference, TaskOverride)."""
 QUARANTINE = "relaunch.quarantine"
@@ -25,7 +28,9 @@ QUARANTINE = "relaunch.quarantine"
 class Container:
     name: str
     exit_code: int | None
-    """None where ECS has none: it never started, or its machine went away. That is no success."""
+    """None if ECS reports none: the container never started, or its machine went away. That does
+    not count as success.
+    """
     reason: str
 
 
@@ -41,18 +46,20 @@ class Task:
     stopped_reason: str
     containers: tuple[Container, ...]
     created_at: float | None
-    """Unix seconds, here and below."""
+    """Unix seconds, as are the two below."""
     started_at: float | None
     stopped_at: float | None
     definition: str = ""
     rank: int | None = None
-    """Global; from the environment that it was run with."""
+    """Global rank, from the environment that the task was run with."""
     trainer: str = ""
-    """The container that was given that rank; empty: none was."""
+    """Container that was given that rank; empty if none was."""
     ranks: tuple[int, ...] = ()
-    """All that run there, that one first: more than one only where an agent in the container runs them."""
+    """All ranks of the task, starting with `rank`. More than one only if an agent in the container
+    runs them.
+    """
     port: int | None = None
-    """Of that agent; None: there is none."""
+    """Port of that agent; None if there is none."""
 
     @property
     def stopped(self) -> bool:
@@ -60,7 +67,7 @@ class Task:
 
     @property
     def short(self) -> str:
-        """Its id, without account and cluster."""
+        """Return the id of the task, without account and cluster."""
         return self.arn.rpartition("/")[2]
 
 
@@ -72,16 +79,16 @@ class Instance:
     agent_connected: bool
     attributes: Mapping[str, str]
     gpus: tuple[str, ...]
-    """Their uuids, as its agent registered them."""
+    """UUIDs, as the instance's agent registered them."""
     version: int
     health: str
-    """OK, IMPAIRED, …; empty: not known."""
+    """OK, IMPAIRED, …; empty if not known."""
     registered_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """ECS answered that it did not run a task."""
+    """Answer of ECS that it did not run a task."""
 
     reason: str
     detail: str
@@ -89,14 +96,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Where a container's output is in CloudWatch Logs."""
+    """Location of a container's output in CloudWatch Logs."""
 
     group: str
     prefix: str
     region: str | None
 
     def stream(self, container: str, task: str) -> str:
-        """Of a container of the task with that id (not ARN)."""
+        """Return the log stream of a container; `task` is the id of its task, not the ARN."""
         return f"{self.prefix}/{container}/{task}"
 
 
@@ -107,13 +114,16 @@ class Definition:
     containers: tuple[str, ...]
     essential: tuple[str, ...]
     logs: Mapping[str, Log]
-    """By container."""
+    """Log locations by container."""
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Of the environment, by container."""
+    """Environment variables by container."""
 
 
 def read_task(raw: Mapping[str, Any]) -> Task:
-    """Read a task of DescribeTasks or RunTask; a repeated RunTask may leave out most of it."""
+    """Parse a task of DescribeTasks or RunTask.
+
+    The answer to a repeated RunTask may omit most fields.
+    """
     trainer, rank, ranks, port = _trainer(raw.get("overrides") or {})
     return Task(
         arn=str(raw.get("taskArn") or ""),
@@ -142,14 +152,15 @@ def _container(raw: Mapping[str, Any]) -> Container:
 
 
 def _trainer(overrides: Mapping[str, Any]) -> tuple[str, int | None, tuple[int, ...], int | None]:
-    """Return which container trains, the first rank there, all of them, and the port of the agent that runs them."""
+    """Return the training container, its first rank, all its ranks, and the port of its agent."""
     for container in overrides.get("containerOverrides") or ():
         variables = {str(one.get("name")): str(one.get("value")) for one in container.get("environment") or ()}
         if (written := variables.get("RANK", "")).isdecimal():
             name, rank = str(container.get("name") or ""), int(written)
             if "RELAUNCH_ORDER" not in variables:
                 return name, rank, (rank,), None
-            order = json.loads(variables["RELAUNCH_ORDER"])  # it is of our own making
+            # written by relaunch itself, so it is valid
+            order = json.loads(variables["RELAUNCH_ORDER"])
             return name, rank, tuple(order["ranks"]), order["port"]
     return "", None, (), None
 
@@ -173,7 +184,7 @@ def read_definition(raw: Mapping[str, Any]) -> Definition:
     containers = [one for one in raw.get("containerDefinitions") or () if one.get("name")]
     return Definition(
         arn=str(raw.get("taskDefinitionArn") or ""),
-        # ECS's own default for Linux.
+        # The default of ECS for Linux.
         network_mode=str(raw.get("networkMode") or "bridge"),
         containers=tuple(str(one["name"]) for one in containers),
         essential=tuple(str(one["name"]) for one in containers if one.get("essential") is not False),
@@ -194,7 +205,7 @@ def _log(raw: Mapping[str, Any]) -> Log | None:
 
 
 def seconds(value: object) -> float | None:
-    """Read a time as boto3 gives it, or as events write it."""
+    """Return a time in Unix seconds, parsed from the format of boto3 or of events."""
     if isinstance(value, datetime):
         return value.timestamp()
     if isinstance(value, int | float):
@@ -208,10 +219,11 @@ def seconds(value: object) -> float | None:
 
 
 def the_container(definition: Definition, named: str | None) -> str:
-    """Which container trains.
+    """Return the name of the training container.
 
     Raises:
-        ValueError: there is no such container, or nobody said which.
+        ValueError: There is no such container, or none is named and there is no single essential
+            one.
     """
     if named is not None:
         if named not in definition.containers:
@@ -230,10 +242,10 @@ def the_container(definition: Definition, named: str | None) -> str:
 
 
 def started_by(token: Token) -> str:
-    """Name a generation in a task's startedBy, where events and descriptions have it.
+    """Return the `startedBy` that names a generation in events and descriptions.
 
     Raises:
-        ValueError: it cannot be named there.
+        ValueError: The token cannot be written there.
     """
     name = "/".join(("relaunch", _escaped(token.namespace), _escaped(token.job), str(token.submission), str(token.generation)))
     if len(name) > LONGEST_STARTED_BY:
@@ -250,7 +262,7 @@ def _escaped(name: str) -> str:
 
 
 def token_of(started_by: str) -> Token | None:
-    """Whose task it is; None: no rank of relaunch."""
+    """Return the token of the task with this `startedBy`; None if it is not a rank of relaunch."""
     match = re.fullmatch(r"relaunch/([A-Za-z0-9_-]+)/([A-Za-z0-9_-]+)/(\d+)/(\d+)", started_by)
     if match is None:
         return None
@@ -259,7 +271,10 @@ def token_of(started_by: str) -> Token | None:
 
 
 def stop_reason(token: Token) -> str:
-    """What a task that we stopped says of it: whoever else stops one says something else."""
+    """Return the reason that relaunch gives when it stops a task.
+
+    Other users give other reasons, so it identifies the tasks that relaunch stopped.
+    """
     return f"relaunch: {token}"
 
 
@@ -268,12 +283,16 @@ def is_ours(stopped_reason: str) -> bool:
 
 
 def client_token(*parts: str) -> str:
-    """Name one effect, so that asking for it again has it once."""
+    """Return an idempotency token: repeated requests with it take effect once."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def job_attribute(namespace: str, job: str) -> str:
-    """The attribute of a container instance that says which generation of a job may be placed there."""
+    """Return the name of the fence attribute of a job.
+
+    The attribute of that name on a container instance says which generation of the job may be
+    placed there.
+    """
     return f"relaunch.{hashlib.sha256(f'{namespace}/{job}'.encode()).hexdigest()[:16]}"
 
 
@@ -293,19 +312,22 @@ def run_task(
     gpus: int = 0,
     only_where: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Make a request of RunTask for one task on that instance; what is left out is as the task definition has it.
+    """Return a RunTask request for one task on an instance.
+
+    What is not given here is taken from the task definition.
 
     Args:
-        cluster: Its name or ARN.
-        ec2_id: Of the machine.
-        task_definition: As RunTask takes it.
-        container: Which is overridden.
-        started_by: Whose it is.
-        client_token: Names this effect.
-        command: Of the container.
-        environment: Added to the container's.
-        gpus: Reserved for it.
-        only_where: Further expressions of the cluster query language that the instance has to satisfy when ECS places the task.
+        cluster: Name or ARN of the cluster.
+        ec2_id: Id of the EC2 instance.
+        task_definition: Task definition, as RunTask takes it.
+        container: Name of the container to override.
+        started_by: Names the owner of the task.
+        client_token: Idempotency token.
+        command: Command of the container.
+        environment: Variables added to those of the container.
+        gpus: Number of GPUs to reserve for the container.
+        only_where: Further expressions of the cluster query language that the instance must satisfy
+            when ECS places the task.
     """
     override: dict[str, Any] = {"name": container}
     if command:

@@ -1,7 +1,8 @@
-"""A line to the agent inside a rank's container, over TCP: each side proves that it has the key, and every line is authenticated.
+"""Authenticated TCP connection to the agent inside a rank's container.
 
-It is NOT encrypted: who can read the network reads it, and can neither change nor repeat anything. docs/reference/agent-protocol.md,
-`container`, has the words.
+Each side proves that it has the key, and every line carries a MAC. The connection is NOT encrypted:
+a user who can read the network can read it, but cannot change or replay anything. The protocol is
+described in docs/reference/agent-protocol.md, `container`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from relaunch.backends.base import Unreachable
 from relaunch.backends.pipe import LINE_LIMIT
 
 CONNECTED_WITHIN = 3.0
-"""Seconds: a closed security group does not answer at all, and nobody waits for this."""
+"""Seconds. A closed security group does not answer at all, and no caller blocks on this."""
 LEAST_KEY = 16
-"""Bytes, as the agent has it."""
+"""Bytes; the same minimum as in the agent."""
 _MAC = 64
 _CHALLENGE = re.compile("[0-9a-f]{64}")
 
 
 class _Sealed:
-    """The lines of one direction of one connection."""
+    """Computes the MACs of the lines in one direction of one connection."""
 
     def __init__(self, key: bytes, direction: str) -> None:
         self._key = key
@@ -40,10 +41,10 @@ class _Sealed:
 
 
 class WirePipe:
-    """An agent in a container, of which a session is held."""
+    """Pipe to an agent in a container, for use by an agent session."""
 
     last_words = ""
-    """They went to where its task sends what it prints."""
+    """Always empty: the agent's last output goes to the log of its task."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
         self._reader, self._writer = reader, writer
@@ -77,11 +78,12 @@ class WirePipe:
             self._writer.write(b"%s %s\n" % (self._outgoing.mac(text), text))
         try:
             await self._writer.drain()
-        except RuntimeError as error:  # asyncio's word for a transport that was closed meanwhile
+        # asyncio raises this for a transport that was closed meanwhile
+        except RuntimeError as error:
             raise ConnectionError(str(error)) from error
 
     def end(self) -> None:
-        # Somebody may have closed it already.
+        # The connection may be closed already.
         with contextlib.suppress(OSError, RuntimeError):
             self._writer.write_eof()
 
@@ -101,7 +103,11 @@ class WirePipe:
 
 
 async def connect(node: str, address: str, port: int, key: bytes) -> WirePipe:
-    """Raises Unreachable: nobody answers there, or not with this key."""
+    """Connect to the agent in a container, and authenticate both sides.
+
+    Raises:
+        Unreachable: No agent answers there, or it does not accept the key.
+    """
     where = f"{address}:{port}"
     try:
         async with asyncio.timeout(CONNECTED_WITHIN):

@@ -1,1 +1,1 @@
-"""Nodes that are reached by SSH: one kept connection to each, over which its agent is shipped once and then spoken to."""
+"""Reaches nodes by SSH: one kept connection to each, over which its agent is shipped and used."""

@@ -1,7 +1,8 @@
-"""The backend `ssh`: nodes that are machines of their own, each with an sshd and a Python.
+"""The backend `ssh`: nodes that are separate machines, each with an sshd and a Python.
 
-A node that could not be reached is left in peace for a moment: calls that come meanwhile fail at once with the same sentence, so that
-neither a watch that connects again nor twenty calls at once become a storm of logins. A call that comes later tries.
+After a failed connection, a node is in backoff. Calls made during the backoff fail at once with the
+same error, so that neither a watch that reconnects nor twenty calls at once cause a storm of
+logins. A later call tries again.
 """
 
 from __future__ import annotations
@@ -27,35 +28,43 @@ from relaunch.backends.ssh.ship import Artifact, NotStarted, remote_command, sta
 from relaunch.spec.fleet import FleetNode, FleetSpec
 
 CONNECTS = 32
-"""At once: each is a thread, and the arithmetic of a key exchange."""
+"""Connections opened at once. Each takes a thread and the arithmetic of a key exchange."""
 WRITERS = 32
-"""Threads in which something is sent to a node that does not take it at once; there are as many as are needed at a time."""
+"""Most threads that send to nodes which do not take the data at once. They are created as
+needed."""
 BACKOFF = (0.5, 15.0)
-"""Seconds in which a node is left in peace after a failure: the first, and the most."""
+"""Seconds of backoff after a failure: the first and the longest."""
 QUICK = 1.0
-"""Seconds: who fails sooner holds up nobody, and is left in peace for at most twice that. A node that has just booted closes or refuses a
-few connections, and the launch that needs it tries for three seconds before it takes it for lost."""
+"""Seconds. A failure that took less time than this holds up no caller, so its backoff is at most
+twice this value. A node that has just booted closes or refuses a few connections, and the launch
+that needs it tries for only three seconds before it counts the node as lost."""
 JITTER = 0.25
-"""Of it, either way: a switch that comes back must not meet all logins in the same instant."""
+"""Fraction of the backoff, in either direction: when a switch comes back, the logins must not all
+arrive at the same instant."""
 SHORT_LIFE = 3.0
-"""Seconds. A session that has lived for longer has worked, and what ended it is news."""
+"""Seconds. A session that lived longer than this worked, so its end does not continue the
+backoff."""
 STARTED_WITHIN = 20.0
-"""Seconds for the agent to be there once we are logged in. It is 1.4 MB, once for each version."""
+"""Seconds for the agent to start after the login. It is 1.4 MB, sent once for each version."""
 
 log = logging.getLogger("relaunch.ssh")
 
 
 class NeedsPerson(Unreachable):
-    """No retry mends it: a host key, a login that is refused, a name that nobody knows. Of the ranks it says as little as the others."""
+    """An error that a retry cannot fix.
+
+    Examples are a host key, a refused login, and a host name that does not resolve. Like the other
+    errors, it says nothing about the ranks.
+    """
 
 
 class NoAgent(Unreachable):
-    """We are logged in, and the agent does not run there: its Python, its folder, or the shell."""
+    """The login worked, but the agent does not run: its Python, its folder or the shell fails."""
 
 
 @dataclass(slots=True)
 class Backoff:
-    """After a failure: until when a node is not tried again, and what is said instead."""
+    """The backoff of a node after a failure: its end, and the error that callers get until then."""
 
     until: float
     delay: float
@@ -66,13 +75,18 @@ class SshBackend(SessionBackend):
     silence_breaks = True
 
     def __init__(self, spec: FleetSpec, agent: Path, answer_within: float = ANSWER_WITHIN) -> None:
-        """Raises ConfigError: what the fleet file or the SSH configuration names cannot be used."""
+        """Create the backend.
+
+        Raises:
+            SshConfigError: the fleet file or the SSH configuration names something that cannot be
+                used.
+        """
         super().__init__(spec, answer_within)
         check(spec.ssh, spec.nodes)
         self._options = spec.ssh
         self._artifact = Artifact.read(agent)
         self.shipped: dict[str, int] = {}
-        """Bytes of the agent that were sent to a node when it was last connected to."""
+        """Bytes of the agent that were sent to each node at its last connection."""
         config = read_config(spec.ssh)
         for node in spec.nodes:
             self._nodes[node.name] = node.model_copy(update={"network": node.network or route(spec.ssh, node, config).node.host})
@@ -83,7 +97,7 @@ class SshBackend(SessionBackend):
         self._under_way: set[Connection] = set()
         self._gates: dict[tuple[str, int], threading.Semaphore] = {}
         self._gates_lock = threading.Lock()
-        # What paramiko logs as errors, with tracebacks, are failures that are raised here as sentences.
+        # paramiko logs as errors, with tracebacks, the failures that are raised here as sentences.
         logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
     async def close(self) -> None:
@@ -113,7 +127,7 @@ class SshBackend(SessionBackend):
         return self._newest[name]
 
     def _count_short_life(self, name: str) -> None:
-        """A session that ended as soon as it was there is a failure as well: its node is not to be logged in to all the time."""
+        """Count a session that ended soon after its start as a failure: its node enters backoff."""
         before = self._newest.pop(name, None)
         if before is None or before.life is None:
             return
@@ -152,19 +166,20 @@ class SshBackend(SessionBackend):
         return pipe
 
     async def _in_thread(self, connection: Connection, node: FleetNode) -> paramiko.Channel:
-        """Log in and open the channel, in a thread that cannot be stuck for longer than the steps together may take."""
+        """Log in and open the channel in a thread, within the sum of the steps' time limits."""
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._connects, partial(self._log_in, connection, node))
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            # Nobody waits for it any more, and what it comes to is nobody's.
+            # No caller waits for the result any more: discard it.
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
 
     def _log_in(self, connection: Connection, node: FleetNode) -> paramiko.Channel:
         try:
-            # Read anew each time: it is small, and whoever mends it is not to start the worker again.
+            # Read the configuration again each time: it is small, and a fix must not require a
+            # restart of the worker.
             way = route(self._options, node, read_config(self._options))
         except SshConfigError as error:
             raise Failed(str(error), lasting=True) from error

@@ -1,7 +1,8 @@
-"""What runs on a node before the agent is there: looks whether it is, takes it if not, and becomes it. Never run where it is written.
+"""Runs on a node before the agent: receives the agent if it is missing, and executes it.
 
-Python 3.8, standard library only. It is given `REQUEST` and speaks over its own stdin and stdout; what it says first is on a marked line,
-for a login shell may have printed before.
+It is only shipped as source, and never run where it is stored. Needs Python 3.8 and the standard
+library only. It is given `REQUEST` and talks over its own stdin and stdout. Its own lines begin
+with a marker, because a login shell may have printed something before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import time
 
 MARK = "relaunch-agent "
 UNUSED_FOR = 30 * 24 * 3600
-"""Seconds without a start after which another version is removed: a controller that was away may come back with it."""
+"""Seconds without a start after which another version of the agent is removed. A controller that
+was away may come back and need its version."""
 
 
 class Cannot(Exception):
@@ -24,7 +26,7 @@ class Cannot(Exception):
 
 
 def candidates() -> list[str]:
-    """The folders that may hold the state of this user, as relaunch/agent/folders.py lists them."""
+    """Return the folders that may hold this user's state, as in relaunch/agent/folders.py."""
     name = f"relaunch-{os.geteuid()}"
     return [
         f"/var/lib/{name}",
@@ -34,7 +36,7 @@ def candidates() -> list[str]:
 
 
 def own(folder: str) -> None:
-    """Make a folder that only we can enter, or refuse one that somebody else has put there."""
+    """Create a folder that only this user can enter, or refuse one that belongs to another user."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     found = os.lstat(folder)
@@ -47,7 +49,10 @@ def own(folder: str) -> None:
 
 
 def place() -> str:
-    """The folder of the agents: beside the state folder of this node, or in the one that its environment names."""
+    """Return the folder of the agents, in the node's state folder.
+
+    The state folder is the one that the environment names, or the one that `choose` returns.
+    """
     given = os.environ.get("RELAUNCH_AGENT_STATE")
     if given:
         os.makedirs(os.path.dirname(os.path.abspath(given)), exist_ok=True)
@@ -63,7 +68,7 @@ def place() -> str:
 
 
 def choose() -> str:
-    """Return the first candidate that is ours already, else the first that can be made."""
+    """Return the first candidate that this user owns, else the first that can be created."""
     found = [path for path in candidates() if is_own(path)]
     last: Exception | None = None
     for path in found or candidates():
@@ -98,7 +103,7 @@ def say(what: dict[str, object]) -> None:
 
 
 def receive(path: str, size: int, sha256: str) -> None:
-    """Take the agent from stdin, exactly: what follows it there is for the agent."""
+    """Read exactly the agent's bytes from stdin. What follows them is meant for the agent."""
     partial = os.path.join(os.path.dirname(path), f".agent-{os.getpid()}-{time.monotonic_ns()}")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -123,7 +128,10 @@ def receive(path: str, size: int, sha256: str) -> None:
 
 
 def sweep(folder: str, kept: str) -> None:
-    """Remove agents that nobody has started for long and that no process is. What cannot be removed stays."""
+    """Remove agents that were not started for UNUSED_FOR seconds and that no process runs.
+
+    Agents that cannot be removed stay.
+    """
     used: set[str] = set()
     for pid in os.listdir("/proc"):
         try:

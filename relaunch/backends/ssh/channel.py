@@ -1,7 +1,8 @@
-"""A channel of an SSH connection as the pipe that an agent is spoken to over. The event loop never waits for the node here.
+"""A pipe to an agent over an SSH channel. The event loop never waits for the node here.
 
-paramiko's thread says when something has come, and the loop takes it. What may block (writing into a full window or socket, and
-telling the node that its window is open again) is done by threads that all pipes share, each for a bounded time.
+paramiko's thread signals that data has arrived, and the loop takes it. Calls that may block
+(writing into a full window or socket, and telling the node that its window is open again) run in
+threads that all pipes share, each for a bounded time.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from relaunch.backends.ssh.connection import Connection
 
 CHUNK = 65536
 AHEAD = 256 * 1024
-"""Bytes that are taken from the channel before a line of them is read: beyond that its window closes, and the node waits."""
+"""Bytes taken from the channel before a line of them is read. Beyond that the channel's window
+closes, and the node waits."""
 QUEUE = 8 * 1024 * 1024
-"""Bytes that wait to be sent. The longest order is 4 MiB; a node that lets more pile up takes none."""
+"""Most bytes waiting to be sent. The longest order is 4 MiB, so a node behind which more piles up
+is not reading."""
 PIECE = 32768
 TAKEN_WITHIN = 10.0
-"""Seconds in which a node takes the next piece of what is sent to it."""
+"""Seconds within which a node must take the next piece of data sent to it."""
 WORDS = 4096
 FAREWELL = 0.5
-"""Seconds between the end of what a command says and the end of its channel; what lives on may hold that open for ever."""
+"""Seconds to wait between the end of a command's output and the end of its channel. A process that
+the command left behind may hold the channel open for ever."""
 
 
 class _Wake:
-    """What paramiko's buffers call when something has come or ended, in paramiko's thread and under the buffer's lock."""
+    """The event object of paramiko's buffers.
+
+    They call it when data has arrived or ended, in paramiko's thread and under the buffer's lock.
+    """
 
     def __init__(self, pipe: ChannelPipe) -> None:
         self._pipe = pipe
@@ -55,10 +62,10 @@ class ChannelPipe:
         self._stderr = bytearray()
         self._news = asyncio.Event()
         self._over = asyncio.Event()
-        """Nothing more can come: all that came is in `_data`."""
+        """Set when no more data can arrive: all of it is in `_data`."""
         self._reason: str | None = None
         self.lost = False
-        """It was the connection that ended it: neither the agent nor we did."""
+        """Whether the connection ended the session, rather than the agent or this side."""
         self._woken = False
         self._receiving = False
         self._lock = threading.Lock()
@@ -72,7 +79,8 @@ class ChannelPipe:
         self._left = False
         self._born = self._loop.time()
         self._died: float | None = None
-        # Not its fileno(): two pipes' bytes share one state there, which its two writers change without a lock between them.
+        # Do not use the channel's fileno(): there, the stdout and stderr buffers share one state,
+        # and change it without a common lock.
         wake: Any = _Wake(self)
         channel.in_buffer.set_event(wake)
         channel.in_stderr_buffer.set_event(wake)
@@ -89,12 +97,12 @@ class ChannelPipe:
 
     @property
     def exit_status(self) -> int | None:
-        """Of the command, where it has ended and the node has said so."""
+        """The exit status of the command, if it has ended and the node has reported it."""
         return self._channel.exit_status if self._channel.status_event.is_set() and self._channel.exit_status >= 0 else None
 
     @property
     def life(self) -> tuple[float, float] | None:
-        """When it ended, by the loop's clock, and how many seconds it had lived; None while it lives."""
+        """The loop time at which it ended, and its lifetime in seconds; None while open."""
         return None if self._died is None else (self._died, self._died - self._born)
 
     async def readline(self) -> bytes:
@@ -147,10 +155,10 @@ class ChannelPipe:
     # --- what comes
 
     def wake(self) -> None:
-        """Called by paramiko's thread."""
+        """Schedule a read on the event loop. Called by paramiko's thread."""
         if not self._woken:
             self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody is left to hear
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and no reader is left
                 self._loop.call_soon_threadsafe(self._hear)
 
     def _hear(self) -> None:
@@ -158,11 +166,11 @@ class ChannelPipe:
         self._pump()
 
     def _pump(self) -> None:
-        """Take what has come, and no more than a turn's worth: other nodes want to be heard as well."""
+        """Take one chunk of the data that arrived. Other nodes get their turn in between."""
         channel = self._channel
         if self._receiving or self._over.is_set():
             return
-        # In this order: what came before the end is there when the end is.
+        # Read the end flag first: data that came before the end is then in the buffer already.
         ended = channel.eof_received or channel.closed
         if len(channel.in_buffer) + len(channel.in_stderr_buffer) > 2 * channel.in_window_size:
             self._break("the node sends more than it was allowed to")
@@ -174,7 +182,8 @@ class ChannelPipe:
                 continue
             room = channel.in_window_threshold - channel.in_window_sofar
             if room <= 0 and not ended:
-                # This read tells the node that its window is open again, and that message may have to wait.
+                # This read tells the node that its window is open again, and sending that message
+                # may block.
                 self._receiving = True
                 future = self._loop.run_in_executor(self._threads, receive, CHUNK)
                 future.add_done_callback(lambda done, take=take: self._received(done, take))  # type: ignore[misc]
@@ -200,7 +209,11 @@ class ChannelPipe:
         del self._stderr[:-WORDS]
 
     def _farewell(self) -> None:
-        """All that came is here. How the command ended is said after the end of its output, and before the channel is closed."""
+        """Handle the end of the output.
+
+        The exit status arrives after it and before the channel closes, so wait up to FAREWELL
+        seconds.
+        """
         if self._channel.closed or self._left:
             self._end()
         elif self._leaving is None:
@@ -227,7 +240,7 @@ class ChannelPipe:
         if self._reason is None:
             self._reason = reason
         self._connection.abort(reason)
-        # What came before is not worth reading any more, and its sender may send without end.
+        # Discard the data that came before: it is not needed, and its sender may send without end.
         self._data.clear()
         self._is_over()
 
@@ -249,7 +262,7 @@ class ChannelPipe:
             self._loop.call_later(TAKEN_WITHIN, self._look)
 
     def _write_out(self) -> None:
-        """In a thread: send what is queued, until nothing is."""
+        """Send the queued data until the queue is empty. Runs in a thread."""
         while True:
             with self._lock:
                 data, ending = b"".join(self._queue), self._ending
@@ -265,14 +278,14 @@ class ChannelPipe:
                 if ending:
                     self._channel.shutdown_write()
             except (OSError, EOFError, paramiko.SSHException):
-                # Whoever reads is told by the channel's own end, and why.
+                # The reader learns of this, and the reason, from the end of the channel.
                 self._sending_since = None
                 return
             with self._lock:
                 self._queued -= len(data)
 
     def _look(self) -> None:
-        """Whether what is being sent is being taken."""
+        """Check that the node takes the data being sent, and break the pipe if it does not."""
         since = self._sending_since
         self._looking = self._writing and not self._over.is_set()
         if not self._looking:

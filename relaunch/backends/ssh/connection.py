@@ -1,6 +1,7 @@
-"""Opens a connection to a node, over jump hosts if need be: TCP, key exchange, host key, authentication. Says which failed, and why.
+"""Opens a connection to a node, over jump hosts if necessary.
 
-Everything here blocks, each step for so long at most, and is meant for a thread of its own.
+The steps are TCP, key exchange, host key and authentication. An error says which step failed, and
+why. Everything here blocks, each step for a bounded time, and is meant to run in a separate thread.
 """
 
 from __future__ import annotations
@@ -21,38 +22,43 @@ from relaunch.backends.ssh.known_hosts import Entry, KeyStatus, fingerprint, kin
 from relaunch.backends.ssh.route import Hop, Route
 
 TCP = 5.0
-"""Seconds. A packet that is lost is sent again after 1 and after 3."""
+"""Seconds. A lost packet is sent again after 1 s and after 3 s."""
 BANNER = 5.0
-"""Seconds: a loaded sshd forks for each login, before it says who it is."""
+"""Seconds. A loaded sshd forks for each login before it sends its banner."""
 KEY_EXCHANGE = 10.0
 AUTHENTICATION = 15.0
-"""Seconds: PAM may ask a directory in another building."""
+"""Seconds. PAM may query a remote directory service."""
 STEP = 0.1
-"""Seconds between looks whether an answer has come. paramiko waits like that in any case."""
+"""Seconds between two checks for an answer. paramiko polls at this interval in any case."""
 KEEPALIVE = 15
-"""Seconds of saying nothing after which something is said: nothing else notices that a node is gone to which nobody speaks."""
+"""Seconds without outgoing traffic after which a keepalive is sent. Without it, the loss of a node
+to which nothing is sent would go unnoticed."""
 UNACKNOWLEDGED = 30_000
-"""Milliseconds for which what we said may stay unacknowledged by the node's kernel: as long as three heartbeats at their default."""
+"""Milliseconds that sent data may stay unacknowledged by the node's kernel: three heartbeats at
+their default interval."""
 IDLE_LOOK = 5.0
-"""Seconds between two looks of paramiko's thread at a silent connection, which else are 0.1 s: 200 nodes would cost a tenth of a core."""
+"""Seconds between two checks of a silent connection by paramiko's thread. Its default is 0.1 s,
+which for 200 nodes would cost a tenth of a core."""
 PACKET = 256 * 1024
-"""Bytes: OpenSSH's own limit of a packet. paramiko has none, and would make room for as much as a node claims to send."""
+"""Bytes: the packet limit of OpenSSH. paramiko has no limit, and would allocate as much as a node
+announces."""
 LOGINS = 6
-"""At once over one jump host: sshd begins to turn away at 10 (MaxStartups), and counts a login for a moment longer than it takes."""
+"""Logins at once over one jump host. sshd begins to turn away connections at 10 (MaxStartups), and
+counts a login for slightly longer than it takes."""
 
 
 class Failed(Exception):
-    """Why there is no connection: a clause for a person."""
+    """A connection could not be made. `reason` is a clause for a person."""
 
     def __init__(self, reason: str, lasting: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.lasting = lasting
-        """It stays so until a person changes something."""
+        """Whether the failure persists until a person changes something."""
 
 
 class Bounded(socket.socket):
-    """Refuses to make room for a packet that cannot be meant."""
+    """A socket that refuses packets larger than PACKET."""
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         if size > PACKET:
@@ -61,7 +67,7 @@ class Bounded(socket.socket):
 
 
 class Through:
-    """A stream to a host through the connection to the one before it, as paramiko wants a socket to be."""
+    """A stream through the connection to the previous hop, with paramiko's socket interface."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
@@ -78,7 +84,7 @@ class Through:
         self._channel.settimeout(timeout)
 
     def close(self) -> None:
-        # A channel says farewell, and the connection that it lies in may be gone already.
+        # A channel sends a close message, and the connection below it may be gone already.
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             self._channel.close()
 
@@ -100,7 +106,7 @@ class ServerKey:
 
 
 class Connection:
-    """Transports in a row, each through the one before; the last is the node's."""
+    """A chain of transports, each through the one before. The last one leads to the node."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
@@ -130,12 +136,18 @@ class Connection:
             self._streams.append(stream)
 
     def calm(self, look: float) -> None:
-        """Have paramiko's threads sleep for longer while nothing comes. What comes wakes them at once, and so does `abort`."""
+        """Let paramiko's threads sleep up to `look` seconds while nothing arrives.
+
+        Data and `abort` wake them at once.
+        """
         for stream in self._streams:
             stream.settimeout(look)
 
     def abort(self, reason: str = "it was closed") -> None:
-        """Break it, whatever it is doing. Never blocks: the threads of its transports notice and clean up behind themselves."""
+        """Break the connection, whatever it is doing.
+
+        Never blocks: the threads of its transports notice the break and clean up.
+        """
         with self._lock:
             if self._aborted is None:
                 self._aborted = reason
@@ -147,7 +159,7 @@ class Connection:
         return self._aborted
 
     def lost(self) -> str | None:
-        """Why it is not there any more, if it is not."""
+        """Return why the connection is lost, or None if it is up."""
         if self._aborted is not None:
             return self._aborted
         for transport in self._transports:
@@ -181,20 +193,23 @@ def connect(connection: Connection, route: Route, gate: Callable[[Hop], threadin
     """Connect and log in to each host in turn.
 
     Raises:
-        Failed: one cannot be reached, is not who it should be, or refuses us.
+        Failed: a host cannot be reached, has the wrong key, or refuses the login.
     """
     _pass(connection, route, gate)
     _log_in(connection, route.node, f"relaunch nodes trust {route.name}")
 
 
 def look(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> ServerKey:
-    """Connect so far that the node has proven its key, and tell what is known of that. Logs in to the jump hosts only."""
+    """Connect until the node has proven its key, and return the key with its known_hosts status.
+
+    Logs in to the jump hosts only.
+    """
     _pass(connection, route, gate)
     return _exchange_keys(connection, route.node, _entries(route.node))
 
 
 def _pass(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> None:
-    """Log in to the hosts before the node."""
+    """Log in to the jump hosts."""
     for hop in route.hops[:-1]:
         try:
             with gate(hop):
@@ -222,7 +237,7 @@ def _entries(hop: Hop) -> tuple[Entry, ...]:
 
 
 def _reach(connection: Connection, hop: Hop) -> socket.socket | Through:
-    """A stream to a host, directly or through the host before it."""
+    """Return a stream to a host, directly or through the previous hop."""
     if not connection._transports:
         return _dial(connection, hop)
     before = connection.transport
@@ -247,7 +262,7 @@ def _dial(connection: Connection, hop: Hop) -> socket.socket:
     until = time.monotonic() + TCP
     failed = Failed(f"{hop.place} gave no answer to TCP within {TCP:g} s")
     for position, (family, kind_, protocol, _, address) in enumerate(found):
-        # An address that nobody answers at must not take the time of those after it.
+        # An address that does not answer must not use up the time of those after it.
         within = (until - time.monotonic()) / (len(found) - position)
         if within <= 0 or connection.aborted is not None:
             break
@@ -302,7 +317,7 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
 
 
 def _preferred(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
-    """The kinds of keys in the order in which they are asked for: those first of which we know one, as OpenSSH does."""
+    """Return the key algorithms by preference: those of known keys first, as in OpenSSH."""
     wanted = [name for kind_ in known for name in (("rsa-sha2-512", "rsa-sha2-256") if kind_ == "ssh-rsa" else (kind_,)) if name in offered]
     return (*wanted, *(name for name in offered if name not in wanted))
 
@@ -324,10 +339,13 @@ def _no_exchange(hop: Hop, transport: paramiko.Transport) -> Failed:
 
 
 def refuse(hop: Hop, key: ServerKey, trusted_by: str) -> None:
-    """Raise Failed unless the key is the one that is known. `trusted_by`: the command by which a person makes it known."""
+    """Raise Failed unless the key is known.
+
+    `trusted_by`: the command by which a person trusts the key.
+    """
     where = f"{key.entry.file}:{key.entry.line}" if key.entry is not None else ""
     if key.standing is KeyStatus.UNKNOWN:
-        file = hop.known_hosts[0] if hop.known_hosts else "any known_hosts"  # of several, people mean their own
+        file = hop.known_hosts[0] if hop.known_hosts else "any known_hosts"  # the first is the user's
         reason = f"its host key ({key.text}) is not in {file}: compare it with the machine's own, then `{trusted_by}`"
         raise Failed(reason, lasting=True)
     if key.standing is KeyStatus.CHANGED and key.entry is not None:
@@ -369,7 +387,8 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
                 return
             raise Failed(f"{hop.user} is asked for {' and '.join(rest)} after the key: expected a login by key alone", lasting=True)
         if transport.is_active() and not allowed:
-            # Some servers know who we are by the way we came. The others say what they would take.
+            # Some servers authenticate by source (none) and need no key. The others answer with the
+            # types that they accept.
             try:
                 transport.auth_none(hop.user)
                 return
@@ -389,5 +408,9 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
 
 
 def _silent(transport: paramiko.Transport, error: paramiko.AuthenticationException) -> bool:
-    """Whether nothing was answered: paramiko has no other exception for that, and no answer leaves none behind."""
+    """Return whether the server did not answer.
+
+    paramiko has no separate exception for that, and leaves no other exception behind when no answer
+    comes.
+    """
     return transport.is_active() and type(error) is paramiko.AuthenticationException and str(error) == "Authentication timeout."

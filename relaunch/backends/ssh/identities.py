@@ -1,4 +1,4 @@
-"""Which keys are offered to a host: those of the SSH agent and the user's files, in OpenSSH's order."""
+"""Selects the keys offered to a host, from the SSH agent and files, in OpenSSH's order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from relaunch.backends.ssh.known_hosts import fingerprint, kind
 from relaunch.backends.ssh.route import Hop
 
 MOST = 6
-"""OpenSSH's server ends the connection after so many (MaxAuthTries), also where the next would have been the right one."""
+"""OpenSSH's server closes the connection after this many keys (MaxAuthTries), even if the next one
+would be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Identity:
 class Identities:
     usable: list[Identity] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
-    """What could not be offered, and why."""
+    """The keys that could not be offered, each with the reason."""
     agent: paramiko.Agent | None = None
 
     def close(self) -> None:
@@ -39,7 +40,10 @@ class Identities:
 
 
 def identities(hop: Hop) -> Identities:
-    """Gather what can be offered. Files that nobody named and that are not there are no news."""
+    """Collect the keys that can be offered.
+
+    A missing file is reported only if the fleet file names it.
+    """
     found = Identities()
     held: dict[bytes, paramiko.PKey] = {}
     try:
@@ -61,7 +65,7 @@ def identities(hop: Hop) -> Identities:
                 found.unusable.append(f"{file} is not there")
         except OSError as error:
             found.unusable.append(f"{file} cannot be read: {error.strerror}")
-        except (paramiko.PasswordRequiredException, TypeError):  # the latter is what the library beneath says of it
+        except (paramiko.PasswordRequiredException, TypeError):  # raised by its key library
             found.unusable.append(f"{file} is locked by a passphrase and its key is not in the SSH agent")
         except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError) as error:
             found.unusable.append(f"{file} is no private key that can be read: {error}")

@@ -1,6 +1,7 @@
-"""Whether a host's key is the one that is known of it: OpenSSH's known_hosts files, read as OpenSSH reads them.
+"""Checks a host's key against OpenSSH's known_hosts files, read as OpenSSH reads them.
 
-Not paramiko's reader: that knows no patterns, no revoked keys and no line numbers, and fails whole on one bad line.
+paramiko's reader is not used: it has no patterns, revoked keys or line numbers, and one bad line
+makes the whole file fail.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Entry:
     revoked: bool
 
     def of(self, name: str) -> bool:
-        """Whether it speaks of this host; one pattern that begins with `!` and matches takes the whole line out."""
+        """Return whether the line applies to this host.
+
+        A matching pattern that begins with `!` excludes the whole line.
+        """
         found = False
         for pattern in self.patterns:
             if pattern.startswith("!"):
@@ -54,7 +58,7 @@ class Entry:
 class Judgement:
     standing: KeyStatus
     entry: Entry | None = None
-    """The line that says so; where the key has changed, the one that it was expected to be as."""
+    """The line that decides; for a changed key, the line with the expected key."""
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -65,15 +69,15 @@ def _matches(pattern: str, name: str) -> bool:
             return hmac.compare_digest(digest, base64.b64decode(wanted))
         except (ValueError, binascii.Error):
             return False
-    # `[` begins no class here: `[host]:port` is meant as it stands.
+    # `[` begins no character class here: `[host]:port` is literal.
     return fnmatch.fnmatchcase(name, pattern.lower().replace("[", "[[]"))
 
 
 def read(files: Iterable[str]) -> tuple[Entry, ...]:
-    """Read all of them; one that is not there holds nothing, and a line that is none is passed over, as OpenSSH does.
+    """Read all files. Skip a missing file, and skip a malformed line as OpenSSH does.
 
     Raises:
-        OSError: one is there and cannot be read.
+        OSError: a file exists and cannot be read.
     """
     found = []
     for file in files:
@@ -85,7 +89,7 @@ def read(files: Iterable[str]) -> tuple[Entry, ...]:
             fields = line.split()
             marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
             if len(fields) < 3 or fields[0].startswith("#") or marker not in ("", "@revoked"):
-                continue  # @cert-authority: certificates of hosts are not read
+                continue  # @cert-authority: host certificates are not supported
             try:
                 blob = base64.b64decode(fields[2], validate=True)
             except (ValueError, binascii.Error):
@@ -95,19 +99,19 @@ def read(files: Iterable[str]) -> tuple[Entry, ...]:
 
 
 def name_of(host: str, port: int) -> str:
-    """How known_hosts calls a host on a port."""
+    """Return the name that known_hosts uses for a host and port."""
     return host.lower() if port == STANDARD_PORT else f"[{host.lower()}]:{port}"
 
 
 def algorithms(entries: Iterable[Entry], name: str) -> tuple[str, ...]:
-    """The kinds of keys that are known of a host, in the order of the lines."""
+    """Return the algorithms of a host's known keys, in the order of the lines."""
     return tuple(dict.fromkeys(entry.algorithm for entry in entries if not entry.revoked and entry.of(name)))
 
 
 def judge(entries: Iterable[Entry], host: str, port: int, blob: bytes) -> Judgement:
     name = name_of(host, port)
     named = [entry for entry in entries if entry.of(name)]
-    # OpenSSH takes a key that is known of the host on its standard port, too.
+    # OpenSSH also accepts a key that is known for the host on the standard port.
     plain = [entry for entry in entries if port != STANDARD_PORT and entry.of(host.lower())]
     for entry in (*named, *plain):
         if entry.revoked and entry.blob == blob:
@@ -118,13 +122,13 @@ def judge(entries: Iterable[Entry], host: str, port: int, blob: bytes) -> Judgem
     expected = [entry for entry in named if not entry.revoked]
     if not expected:
         return Judgement(KeyStatus.UNKNOWN)
-    # Of the same kind, where there is one: what it was is what a person has to compare.
+    # Prefer a line of the same algorithm: a person compares the new key with it.
     same = [entry for entry in expected if kind(entry.blob) == kind(blob)]
     return Judgement(KeyStatus.CHANGED, (same or expected)[0])
 
 
 def kind(blob: bytes) -> str:
-    """The algorithm that a public key names in itself, as people call it: ED25519, RSA, ECDSA."""
+    """Return the common name of a public key blob's algorithm: ED25519, RSA, ECDSA."""
     size = int.from_bytes(blob[:4], "big")
     text = blob[4 : 4 + size].decode(errors="replace")
     return text.removeprefix("ssh-").removeprefix("sk-").split("-")[0].upper()
@@ -144,7 +148,9 @@ def line_for(host: str, port: int, algorithm: str, blob: bytes, hashed: bool) ->
 
 
 def append(file: str, line: str) -> None:
-    """Add a line, in a file and a folder that only we can change; the file's last line may lack its end.
+    """Append a line to a file. A new file and folder are accessible to this user only.
+
+    The file's last line may lack its newline.
 
     Raises:
         OSError: it cannot be written.

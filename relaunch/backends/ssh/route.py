@@ -1,6 +1,7 @@
-"""Which hosts lie on the way to a node, and as whom, where and with what each is logged in to.
+"""Resolves the hosts on the way to a node, and the user, address and keys for each of them.
 
-Of each value: the node's, then the fleet file's `ssh:`, then the SSH configuration's, then OpenSSH's default. Connects to nothing.
+Each value comes from the node in the fleet file, then from the fleet file's `ssh:`, then from the
+SSH configuration, then from OpenSSH's defaults. Connects to nothing.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 KNOWN_TO_ALL = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 IDENTITIES = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
 MOST_JUMPS = 8
-"""A configuration that leads in a circle would go on for ever."""
+"""Most jump hosts: bounds a configuration whose ProxyJumps form a circle."""
 DEEPEST_INCLUDE = 16
-"""OpenSSH's own limit."""
+"""The limit of OpenSSH."""
 
 
 class SshConfigError(ValueError):
-    """What is written cannot be used. One sentence."""
+    """The fleet file or the SSH configuration cannot be used. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
     name: str
-    """As it is written in the fleet file or the configuration."""
+    """As written in the fleet file or the SSH configuration."""
     host: str
     port: int
     user: str
     known_as: str
-    """Under what known_hosts has it: its HostKeyAlias, or its host."""
+    """The name in known_hosts: its HostKeyAlias, or its host."""
     keys: tuple[str, ...]
     """Files of private keys, in the order in which they are offered."""
     only_these: bool
-    """Of the keys that an SSH agent holds, no others are offered."""
+    """Whether keys of the SSH agent that are not in `keys` are withheld."""
     chosen: bool
-    """Somebody named these keys: one that cannot be used is worth saying."""
+    """Whether the fleet file names these keys. If so, an unusable key is reported."""
     known_hosts: tuple[str, ...]
     hash_known_hosts: bool
 
@@ -57,7 +58,7 @@ class Hop:
 @dataclass(frozen=True, slots=True)
 class Route:
     name: str
-    """The node's, in the fleet file."""
+    """The node's name in the fleet file."""
     hops: tuple[Hop, ...]
     """Jump hosts in order, then the node."""
 
@@ -67,10 +68,10 @@ class Route:
 
 
 def read_config(options: SshOptions) -> paramiko.SSHConfig:
-    """Read the configuration that `config` names, or the user's and the machine's as ssh does.
+    """Read the SSH configuration that `config` names, or the user's and the system's, as ssh does.
 
     Raises:
-        ConfigError: it cannot be read.
+        SshConfigError: it cannot be read.
     """
     files = [options.config] if options.config is not None else [USER_CONFIG, SYSTEM_CONFIG]
     lines: list[str] = []
@@ -86,7 +87,7 @@ def read_config(options: SshOptions) -> paramiko.SSHConfig:
 
 
 def _lines(path: Path, depth: int) -> list[str]:
-    """A file's lines, with what it includes in its place: paramiko knows no Include."""
+    """Return a file's lines, with each Include replaced by its files: paramiko has no Include."""
     if depth > DEEPEST_INCLUDE:
         raise SshConfigError(f"the SSH configuration {path} includes itself, or more than {DEEPEST_INCLUDE} files deep")
     try:
@@ -112,17 +113,21 @@ def _lines(path: Path, depth: int) -> list[str]:
 
 
 def route(options: SshOptions, node: FleetNode, config: paramiko.SSHConfig) -> Route:
-    """Return the way to a node.
+    """Return the route to a node.
 
     Raises:
-        ConfigError: what the configuration says of a host on it cannot be used.
+        SshConfigError: the configuration of a host on the route cannot be used.
     """
     last = _hop(config, options, node.address, node.user or options.user, node.port or options.port)
     return Route(node.name, (*_jumps(config, options, node.address, options.proxy_jump, 0), last))
 
 
 def _jumps(config: paramiko.SSHConfig, options: SshOptions, to: str, given: str | None, depth: int) -> tuple[Hop, ...]:
-    """The hosts before `to`. The first may have some before itself; what is before the others is said here."""
+    """Return the jump hosts before `to`.
+
+    The first may itself have jump hosts from the configuration; those before the others are all
+    listed here.
+    """
     if depth > MOST_JUMPS:
         raise SshConfigError(f"the way to {to} leads over more than {MOST_JUMPS} hosts: expected a ProxyJump that leads in no circle")
     found = _lookup(config, to)
@@ -171,10 +176,10 @@ def _lookup(config: paramiko.SSHConfig, name: str) -> paramiko.SSHConfigDict:
 
 
 def check(options: SshOptions, nodes: tuple[FleetNode, ...]) -> None:
-    """Look whether what the fleet file names is there.
+    """Check that every node has a route, and that the files in the fleet file can be read.
 
     Raises:
-        ConfigError: something is not.
+        SshConfigError: a file is missing or unreadable, or a route cannot be used.
     """
     for what, file in (("config", options.config), ("known_hosts", options.known_hosts), ("key", options.key)):
         if file is None:

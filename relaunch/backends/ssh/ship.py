@@ -1,6 +1,9 @@
-"""Brings the agent to a node over the channel that it will be spoken to on, and starts it there. It is sent once for each version.
+"""Ships the agent to a node over the channel of its session, and starts it there.
 
-Nothing of what a fleet file says becomes part of the remote command line but the name of its Python, which is checked.
+It is sent once for each version.
+
+The only part of a fleet file that enters the remote command line is the name of the Python, which
+is checked.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ MARK = b"relaunch-agent "
 NOISE = 64 * 1024
 """Bytes that a login shell may print first. A message of the day is a page."""
 NOTICED = 300
-"""Bytes of it that are told where nothing else came."""
+"""Bytes of that output that an error message quotes if nothing else came."""
 UNSET = ("RELAUNCH_SUDO",)
-"""Only the fleet file says that."""
+"""Variables removed from the node's environment: only the fleet file may set them."""
 
 STUB = 'import os;f=os.fdopen(0,"rb",0);exec(f.readline())'
-"""Without quotes, backslashes, `!`, `$` and ends of lines: sh, bash, zsh, fish and csh take it alike. Unbuffered: what follows the line on
-stdin is for others. Any Python can run it, so that one which is too old can say so."""
+"""The stub has no single quotes, backslashes, `!`, `$` or line ends, so that sh, bash, zsh, fish
+and csh read it alike. It reads unbuffered: what follows the line on stdin is for the agent. Any
+Python can run it, so that a Python that is too old can report that."""
 OLDEST = (3, 8)
 TOO_OLD = """sys.stdout.write('\\nrelaunch-agent {"cannot": "its Python is %d.%d.%d; expected 3.8 or newer"}\\n' % tuple(V[:3]))"""
 
@@ -34,7 +38,7 @@ def remote_command(python: str) -> str:
 
 
 class NotStarted(Failed):
-    """We are logged in, and the agent does not run there."""
+    """The login worked, but the agent does not run on the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Artifact:
 
 
 def first_line(artifact: Artifact, environment: Mapping[str, str]) -> bytes:
-    """What the stub reads and runs."""
+    """Return the line that the stub reads and executes."""
     request = {
         "name": artifact.name,
         "size": len(artifact.data),
@@ -59,13 +63,15 @@ def first_line(artifact: Artifact, environment: Mapping[str, str]) -> bytes:
         "unset": UNSET,
     }
     source = Path(__file__).with_name("bootstrap.py").read_text()
-    # The first folder of the path is the home that we log in to: a json.py there is not the one that is meant.
+    # The first entry of sys.path is the login's home folder: a json.py there must not be imported.
     begin = "import sys; V = sys.version_info; sys.path[:] = filter(None, sys.path)"
     return f"{begin}; REQUEST = {request!a}; exec({source!a} if V >= {OLDEST} else {TOO_OLD!a})\n".encode()
 
 
 async def start_agent(pipe: ChannelPipe, artifact: Artifact, environment: Mapping[str, str], python: str) -> int:
-    """Have the agent run at the other end; what it says comes next. Return how many bytes of it were sent: none where it was there.
+    """Start the agent at the other end; its own lines come next.
+
+    Return how many bytes of the agent were sent: 0 if it was already there.
 
     Raises:
         NotStarted: it cannot be started there.
@@ -92,7 +98,7 @@ async def start_agent(pipe: ChannelPipe, artifact: Artifact, environment: Mappin
                     await pipe.write(artifact.data)
                     continue
             except (ValueError, TypeError, RecursionError):
-                pass  # whatever it is, it is not ours
+                pass  # not a line of the bootstrap
         noise += line
         if not line or len(noise) > NOISE:
             raise NotStarted(_not_started(pipe, bytes(noise), python))

@@ -1,6 +1,8 @@
-"""What key a node has, whether it is known, and how it becomes known. Trusts nothing by itself: that is a person's decision.
+"""Reads a node's host key, compares it with known_hosts, and adds it there.
 
-It is for whoever asks about one node; a backend checks the same keys by itself, at each connection.
+Trusts nothing by itself: that is a person's decision.
+
+For commands that ask about one node. A backend checks the same keys by itself, at each connection.
 """
 
 from __future__ import annotations
@@ -23,22 +25,23 @@ from relaunch.spec.fleet import FleetNode, FleetSpec
 class HostKey:
     node: str
     algorithm: str
-    """As people call it: ED25519, RSA, ECDSA."""
+    """The common name: ED25519, RSA, ECDSA."""
     fingerprint: str
     standing: KeyStatus
     reason: str
-    """Why nobody logs in there; empty where the key is known."""
+    """Why logins to the node are refused; empty if the key is known."""
     file: str
-    """The known_hosts file that `line` belongs into."""
+    """The known_hosts file to which `line` belongs."""
     line: str
     known_as: str
-    """What known_hosts calls the host, and `ssh-keygen -R` with it."""
+    """The host's name in known_hosts, and for `ssh-keygen -R`."""
     told_by: str
-    """The known_hosts file that has another key of it, or this one; empty where none has."""
+    """The known_hosts file that holds this key or another key of the host; empty if there is
+    none."""
 
 
 class Gates:
-    """How many logins go over one jump host at once, where several nodes are asked side by side."""
+    """Bounds the logins at once over one jump host, where several nodes are asked in parallel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,15 +53,17 @@ class Gates:
 
 
 async def host_key(spec: FleetSpec, node: FleetNode, gates: Gates | None = None) -> HostKey:
-    """Ask a node for its key, over its jump hosts if it has any. Nothing is sent to the node but the exchange of keys.
+    """Ask a node for its key, over its jump hosts if it has any.
+
+    Only the key exchange is done with the node: there is no login to it.
 
     Args:
-        spec: Of its fleet.
-        node: Whose key.
-        gates: Shared by those who ask at the same time.
+        spec: Its fleet.
+        node: The node.
+        gates: Shared by calls that run at the same time.
 
     Raises:
-        Unreachable: it does not answer, or a jump host refuses us.
+        Unreachable: it does not answer, or a jump host refuses the login.
         ValueError: the SSH configuration cannot be used.
     """
     connection = Connection()
@@ -103,10 +108,11 @@ def _file(way: Route) -> str:
 
 
 def remember(key: HostKey) -> None:
-    """Make a key known that a person has compared.
+    """Add a key that a person has compared to known_hosts.
 
     Raises:
-        ValueError: another one is known, or this one is revoked: a person has to look at that line first.
+        ValueError: another key is known, or this one is revoked: a person must look at that line
+            first.
         OSError: the file cannot be written.
     """
     if key.standing in (KeyStatus.CHANGED, KeyStatus.REVOKED):

@@ -1,4 +1,7 @@
-"""Facts about Xids, exits, log lines and stop codes, as data files with their sources; loaded once, and a user's word laid over them."""
+"""Load the catalog of Xids, exits, log lines and stop codes, and apply a user's overrides to it.
+
+The facts are in data files with their sources, which are loaded once.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ __all__ = [
 
 FOLDER = Path(__file__).parent
 YOURS = "your policy"
-"""Source of a row that a user wrote."""
+"""The source given for a row that a user wrote."""
 
 
 def catalog(overrides: CatalogOverrides = NO_OVERRIDES) -> Catalog:
-    """Return the tables as one job sees them."""
+    """Return the tables with the overrides of one job's policy."""
     return _built_in() if overrides == NO_OVERRIDES else _overridden(overrides.model_dump_json())
 
 
@@ -66,7 +69,11 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def _read(row: dict[str, Any]) -> dict[str, Any]:
-    """Turn a row's names into what they name; a word that names nothing raises."""
+    """Return a row with roles, causes and patterns as objects.
+
+    Raises:
+        ValueError: A role or cause does not exist.
+    """
     values = dict(row)
     values["role"] = Role(row["role"])
     values["cause"] = Cause(row["cause"]) if row["cause"] is not None else None
@@ -76,7 +83,7 @@ def _read(row: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-@lru_cache(maxsize=64)  # one worker serves some tens of policies; a miss costs a few milliseconds
+@lru_cache(maxsize=64)  # one worker serves a few dozen policies; a miss costs a few milliseconds
 def _overridden(canonical: str) -> Catalog:
     overrides = CatalogOverrides.model_validate_json(canonical)
     tables = _built_in()
@@ -97,19 +104,22 @@ def _xid(code: int, wish: XidOverride, known: XidRow | None) -> XidRow:
 
 
 def _log_lines(rows: tuple[LogRow, ...], wishes: Iterable[LogOverride]) -> tuple[LogRow, ...]:
-    """A known id keeps its place in the order; new ones come first, as the user wrote them."""
+    """Return the log rows with the user's overrides.
+
+    A known id keeps its position; new ones come first, in the user's order.
+    """
     yours = {w.id: LogRow(w.id, compile_pattern(w.pattern), w.role, w.cause, w.meaning, YOURS) for w in wishes}
     known = {row.id for row in rows}
     return (*(row for id_, row in yours.items() if id_ not in known), *(yours.get(row.id, row) for row in rows))
 
 
 def exit_meaning(exit_code: int | None, signal: int | None) -> ExitRow | None:
-    """What the catalog knows about an exit by itself; None when it says nothing more than "it failed"."""
+    """Return the catalog's row for an exit; None when the exit says no more than "it failed"."""
     key = SIGNALS.get(signal, "") if signal is not None else f"exit {exit_code}"
     return catalog().exits.get(key)
 
 
 def is_cascade(lines: tuple[str, ...]) -> bool:
-    """Whether the last words of a rank say that it failed because a peer did."""
+    """Return whether the last lines of a rank say that it failed because a peer did."""
     rows = [row for row in catalog().log_lines if row.role is Role.CASCADE]
     return any(row.pattern.search(line) for line in lines for row in rows)

@@ -1,4 +1,7 @@
-"""What DCGM's error ids and `dcgmi diag`'s exit codes ask for; the rows are in the two data files beside this one."""
+"""The advice for DCGM's error ids and `dcgmi diag`'s exit codes.
+
+The rows are in the two data files beside this module.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ _FOLDER = Path(__file__).parent
 
 
 class Advice(StrEnum):
-    """What an examination of a node's GPUs asks for."""
+    """The action that an examination of a node's GPUs calls for."""
 
     HEALTHY = "healthy"
     CONFIG_ERROR = "config_error"
-    """The host is set up wrongly; its hardware was found to be neither good nor bad."""
+    """The host is misconfigured; nothing is known about the state of its hardware."""
     RESET = "reset"
     ISOLATE = "isolate"
-    """No work should run there until a reboot or a field diagnostic has said more."""
+    """No work should run there until a reboot or a field diagnostic gives more information."""
     RMA = "rma"
-    """The hardware is to be replaced."""
+    """The hardware must be replaced."""
     INCONCLUSIVE = "inconclusive"
     RETRY = "retry"
-    """Nothing was measured, for a reason that passes."""
+    """Nothing was measured, for a transient reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +36,19 @@ class DcgmErrorRow:
     id: int
     name: str
     severity: str
-    """NVIDIA's, of the version that the data file names."""
+    """NVIDIA's severity in the version that the data file names."""
     category: str
     advice: Advice
     note: str
-    """Where sources or versions disagree: what each says and which we follow."""
+    """Where sources or versions disagree: what each says, and which one relaunch follows."""
     meaning: str = ""
-    """A clause for a person, where the name says too little."""
+    """A clause for people, where the name is not clear enough."""
     old_severity: str = ""
-    """NVIDIA's before it changed; empty where it never did."""
+    """NVIDIA's severity before it changed; empty where it never did."""
 
     @property
     def title(self) -> str:
-        """The name as people write it: `NVLink effective BER threshold`."""
+        """The name as text for people: `NVLink effective BER threshold`."""
         return " ".join(word if word in _CAPITALS else _SPELLING.get(word, word.lower()) for word in self.name.split("_"))
 
 
@@ -95,5 +98,5 @@ def dcgm_errors() -> dict[int, DcgmErrorRow]:
 
 @cache
 def dcgm_exits() -> dict[int, DcgmExitRow]:
-    """By exit code, which is DCGM's return value modulo 256."""
+    """Return the rows by exit code, which is DCGM's return value modulo 256."""
     return {row["exit"]: DcgmExitRow(row["exit"], row["name"], Advice(row["advice"]), row["meaning"]) for row in _rows("dcgm_exits.json")}

@@ -1,4 +1,7 @@
-"""Decodes the text of Xids 144 to 150 by NVIDIA's table. A text that is cut off, or that no rule fits, is said to be so."""
+"""Decode the text of Xids 144 to 150 by NVIDIA's table.
+
+A text that is cut off, or that no rule matches, is reported as such.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _GRAVITY = {"RESET_GPU": 2, "XID_154_EVAL": 1, "IGNORE": 0}
 
 
 def decode(xid: int, text: str, rules: Iterable[NvlinkRule]) -> NvlinkRule | str:
-    """Return the rule that fits, or why none does."""
+    """Return the rule that matches, or a clause that says why none does."""
     words = _WORDS.match(text)
     if words is None:
         return "not decoded: the line is cut off"
@@ -27,7 +30,8 @@ def decode(xid: int, text: str, rules: Iterable[NvlinkRule]) -> NvlinkRule | str
     for rule in fits:
         if int(rule.error_status, 16) == status:
             return rule
-    # The table has one row for each bit of the status and several may be set; 149 numbers its events instead.
+    # The table has one row for each bit of the status, and several bits may be set. For Xid 149 the
+    # status is an event number instead.
     among = [rule for rule in fits if xid != 149 and status & int(rule.error_status, 16)]
     if among:
         return max(among, key=lambda rule: _GRAVITY[rule.resolution])
@@ -39,7 +43,8 @@ def reading(rule: NvlinkRule) -> tuple[Role, Cause | None]:
         case "RESET_GPU":
             return Role.ROOT, Cause.GPU_RESET
         case "XID_154_EVAL":
-            # The program is lost (Xid 45). What the GPU needs stands in an Xid 154, which is only printed when it needs something.
+            # The program is killed (Xid 45). What the GPU needs is in an Xid 154, which is printed
+            # only when it needs something.
             return Role.ROOT, Cause.GPU_TRANSIENT
         case _:
             return (Role.INFORMATION if rule.severity.startswith("Non-fatal") else Role.SYMPTOM), None
@@ -53,5 +58,5 @@ def _matches(rule: NvlinkRule, info: int) -> bool:
 
 @cache
 def _bits(pattern: str) -> tuple[int, int]:
-    """Which bits a pattern looks at, and what they have to be."""
+    """Return the mask of the bits that a pattern compares, and their required values."""
     return int("".join("0" if bit == "-" else "1" for bit in pattern), 2), int(pattern.replace("-", "0"), 2)

@@ -1,4 +1,7 @@
-"""What a user lays over the catalog, under `catalog:` in a policy; checked here, one clear sentence for each mistake."""
+"""A user's overrides of the catalog, under `catalog:` in a policy.
+
+They are validated here, with one clear sentence for each mistake.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from relaunch.evidence.findings import Role
 from relaunch.fields import Strict, compile_pattern
 
 MAX_ENTRIES = 200
-"""They travel in the job's state, which is bounded: 200 of the longest take about 100 KiB."""
+"""Maximum number of overrides. They are in the job's state: 200 of the longest take 100 KiB."""
 MAX_PATTERN = 300
 MAX_WORDS = 200
-"""Characters of a meaning or a reason."""
+"""Maximum number of characters of a meaning or a reason."""
 
 
 def _exit_key(key: Any) -> Any:
@@ -53,7 +56,7 @@ class XidOverride(Strict):
 
     cause: Cause | None = None
     role: Role | None = None
-    """Left out: root where a cause is named, information where none is."""
+    """Default: root where a cause is given, information where none is."""
     reason: Words = ""
 
     @property
@@ -74,15 +77,18 @@ class ExitOverride(Strict):
     cause: Cause
     meaning: Words = Field(min_length=1)
     role: Role | None = None
-    """Left out: root."""
+    """Default: root."""
 
 
 class LogOverride(Strict):
-    """A line of a rank's log. An id that the catalog knows is replaced; a new one is looked at before all others."""
+    """A row for a line of a rank's log.
+
+    A row with an id of the catalog replaces that row; a new one is matched before all others.
+    """
 
     id: str
     pattern: str
-    """A regular expression as RE2 has them, searched for anywhere in a line."""
+    """A regular expression in RE2's syntax, searched for anywhere in a line."""
     role: Role = Role.ROOT
     cause: Cause | None = None
     meaning: Words = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""The rows of the catalog's tables: facts about codes and lines, with our reading of each."""
+"""Row types of the catalog's tables: facts about codes and lines, with relaunch's reading."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ class XidRow:
     role: Role
     cause: Cause | None
     meaning: str
-    """Our clause: "the GPU has fallen off the bus"."""
+    """relaunch's own clause: "the GPU has fallen off the bus"."""
     note: str
-    """Where sources disagree: what each says and which one we follow, and why."""
+    """Where sources disagree: what each says, which one relaunch follows, and why."""
     by_user: bool = False
-    """A user's override: it says everything about the code, and no workflow of NVIDIA's is applied to it."""
+    """Whether it is a user's override, which is final: no workflow of NVIDIA's is applied to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryAction:
-    """What Xid 154 says that a GPU needs, by the number in its text: the words beside it differ between drivers."""
+    """What a GPU needs according to Xid 154.
+
+    It is identified by the number in the message, because the words differ between drivers.
+    """
 
     number: int
     name: str
@@ -43,13 +46,13 @@ class RecoveryAction:
 
 @dataclass(frozen=True, slots=True)
 class NvlinkRule:
-    """One way to decode an Xid of 144 to 150."""
+    """One rule to decode an Xid from 144 to 150."""
 
     xid: int
     unit: str
-    """As printed; the names of two driver generations are divided by a slash."""
+    """As printed; the names in two driver generations are separated by a slash."""
     pattern_v1: str
-    """Bits of the first word, most significant first; `-` is any."""
+    """Bits of the first word, most significant first; `-` matches any."""
     pattern_v2: str
     error_status: str
     resolution: str
@@ -82,7 +85,7 @@ class LogRow:
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """A line of the kernel's that is no Xid. The pattern may name the groups `gpu`, `number` and `pid`."""
+    """A kernel log line other than an Xid; its pattern may have groups `gpu`, `number`, `pid`."""
 
     code: str
     pattern: re.Pattern[str]
@@ -95,9 +98,9 @@ class KernelRow:
 @dataclass(frozen=True, slots=True)
 class EcsStopRow:
     stop_code: str
-    """Empty: any."""
+    """Empty: matches any."""
     reason: re.Pattern[str] | None
-    """None: any."""
+    """None: matches any."""
     cause: Cause
     role: Role
     meaning: str
@@ -111,8 +114,8 @@ class Catalog:
     exits: dict[str, ExitRow]
     log_lines: tuple[LogRow, ...]
     advice_lines: tuple[re.Pattern[str], ...]
-    """Lines that only advise what to try; they repeat the words of faults."""
+    """Lines that only give advice; they repeat the words of faults, and are ignored."""
     kernel_lines: tuple[KernelRow, ...]
     ecs_stops: tuple[EcsStopRow, ...]
     dcgm: dict[int, Advice]
-    """Only what a user overrides; the table itself is `dcgm_tables`."""
+    """Only the user's overrides; the table itself is in `dcgm_tables`."""

@@ -1,4 +1,7 @@
-"""The signals of Linux, where the ranks run, by number: this side may be another system, which numbers some of them otherwise."""
+"""The signals of Linux by number.
+
+The ranks run on Linux, but relaunch may run on a system that numbers some signals differently.
+"""
 
 from __future__ import annotations
 
@@ -27,4 +30,4 @@ SIGNALS: dict[int, str] = {
     30: "SIGPWR",
     31: "SIGSYS",
 }
-"""Those that end a process, of signal(7) for x86 and Arm; the real-time ones have no names of their own."""
+"""Signals that end a process, from signal(7) for x86 and Arm; real-time signals have no names."""
