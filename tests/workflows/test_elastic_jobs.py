@@ -93,16 +93,13 @@ async def test_s3_3_a_lost_node_without_a_replacement_shrinks_the_job_and_when_i
         assert state.fewer.startswith("2 of 3 nodes: ")
         await until_fleet(rig, lambda fleet: held(fleet) == {"n1", "n2"}, "n3 given back")
         rig.backend.heal("n3")
-        state = await job.until_phase(Phase.RUNNING, 3)
-        assert (nodes(state), state.fewer, state.restarts_spent, len(state.tries), len(state.incidents)) == (
-            ["n1", "n2", "n3"],
-            "",
-            0,
-            1,
-            1,
-        )
+        # Where the machine is slow, two nodes may be launched again (a hang, a late watch) before they are three.
+        state = await job.until(lambda s: s.phase is Phase.RUNNING and len(s.slots) == 3, "three nodes")
+        assert (nodes(state), state.fewer, state.restarts_spent) == (["n1", "n2", "n3"], "", 0)
+        assert [one.strategy for one in state.tries].count("REPLACE_NODE") == 1
         assert "GROW: the fleet offers n3: 2 -> 3 nodes" in state.notices[-1]
-        assert worlds(rig) == {1: {("6", "3")}, 2: {("4", "2")}, 3: {("6", "3")}}
+        of_two = {generation: {("4", "2")} for generation in range(2, state.generation)}
+        assert worlds(rig) == {1: {("6", "3")}, **of_two, state.generation: {("6", "3")}}
         await ended(job)
 
 
