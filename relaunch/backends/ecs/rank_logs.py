@@ -14,9 +14,11 @@ from relaunch.backends.ecs.tasks import Task
 
 TAIL_LINES, TAIL_BYTES = 40, 8192
 """The same limits as an agent uses."""
-DELIVERED_WITHIN = 3.0
-"""Seconds to wait for the last lines of a rank: its log driver sends them when the container ends,
-and the relaunch is delayed meanwhile.
+DELIVERED_WITHIN = 6.0
+"""Seconds to wait for a rank's first line, which its log driver may send when the container ends.
+
+Only a rank that printed nothing delays its relaunch by that. Without its output, a rank that lost
+its connection to the failed rank looks like the one that failed.
 """
 LOOK_AGAIN = 0.5
 
