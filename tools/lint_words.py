@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,14 +57,21 @@ class Place(NamedTuple):
     text: str
 
 
-def files(*patterns: str) -> list[str]:
-    return subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+def modules() -> list[str]:
+    """Return the product's modules. Links into the folders at the top are not followed."""
+    found = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def pages() -> list[str]:
+    """Return the pages for people that are kept up to date; decisions and changes are history."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "reference").glob("*.md")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found if path.name != "CHANGELOG.md")
 
 
 def find_dialect() -> Iterator[Place]:
     """Find the words in code, comments and messages of the product, and in pages for people."""
-    pages = [name for name in files("*.md") if not name.startswith("docs/decisions/") and name != "CHANGELOG.md"]
-    for name in [name for name in files("*.py") if name.startswith(PRODUCT)] + pages:
+    for name in (*modules(), *pages()):
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
             for match in DIALECT.finditer(line):
                 yield Place("dialect", name, number, match[0])
@@ -74,7 +80,7 @@ def find_dialect() -> Iterator[Place]:
 def find_class_names() -> Iterator[Place]:
     """Find classes that share their name with another one, on the controller or within the agent."""
     seen: dict[tuple[bool, str], str] = {}
-    for name in (name for name in files("*.py") if name.startswith(PRODUCT)):
+    for name in modules():
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             if isinstance(node, ast.ClassDef):
                 first = seen.setdefault((name.startswith(AGENT), node.name), name)
@@ -83,14 +89,14 @@ def find_class_names() -> Iterator[Place]:
 
 
 def find_function_names() -> Iterator[Place]:
-    for name in (name for name in files("*.py") if name.startswith(PRODUCT)):
+    for name in modules():
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.strip("_") in FORBIDDEN_NAMES:
                 yield Place("function names", name, node.lineno, node.name)
 
 
 def find_long_lines() -> Iterator[Place]:
-    for name in (name for name in files("*.py") if name.startswith(PRODUCT)):
+    for name in modules():
         for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
             if len(line) > MAX_COLUMNS and "http" not in line:
                 yield Place("long lines", name, number, f"{len(line)} columns")
