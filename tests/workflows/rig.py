@@ -39,6 +39,7 @@ from tests.test_layering import CORE
 
 PATIENCE = 120.0
 """Seconds until a wait gives up: the machine that runs the tests may be busy with others."""
+QUERY_TIMEOUT = timedelta(seconds=20)
 QUICK = {"heartbeat": "200ms", "lease": "20s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
 
 
@@ -85,6 +86,13 @@ class Job:
     client: Client
 
     async def state(self) -> JobState:
+        """Query the state. The server has lost one now and then: ask again, as people do."""
+        for _ in range(5):
+            try:
+                return await self.handle.query(TrainingJob.state, rpc_timeout=QUERY_TIMEOUT)
+            except RPCError as error:
+                if error.status not in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED):
+                    raise
         return await self.handle.query(TrainingJob.state)
 
     async def until(self, holds: Callable[[JobState], bool], what: str = "") -> JobState:
