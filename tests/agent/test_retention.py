@@ -15,6 +15,9 @@ from relaunch.agent.ranks import retention
 from relaunch.agent.state import JobState, try_lock
 
 BLOCK = 64 * 1024
+LONG = 3 * BLOCK
+"""Less than the budget of `small`: the beginning of a longer log is freed while its rank still lives,
+and how much of it is left then depends on when the rank is stopped."""
 
 
 def prints(size: int) -> list[str]:
@@ -39,7 +42,7 @@ def run_to_its_end(node: Node, job: str, generation: int, size: int = BLOCK, lea
             node.prepare(other, [0], token=token(other, job="other"))
             return False
 
-        eventually(is_left, f"{leaves} was never left")
+        eventually(is_left, f"{leaves} was never left, but {kept(node)}")
     started = node.start(generation, prints(size), ranks=1, token=token(generation, job=job), prepared=prepared["stamp"])
     assert started is not None and started["outcome"] == "done", started
     log = folder(node, job, generation) / "logs" / "rank_0.log"
@@ -86,7 +89,7 @@ def test_one_that_lives_stays_however_much_it_has_printed(small: None, node: Nod
 
 
 def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(small: None, node: Node) -> None:
-    run_to_its_end(node, "a", 1, 5 * BLOCK)
+    run_to_its_end(node, "a", 1, LONG)
     run_to_its_end(node, "a", 2)
     run_to_its_end(node, "b", 1, leaves={"a": [2], "b": [1]})
     assert refusal(node.prepare(1, [0], token=token(1, job="a"))) == "stopped"
@@ -97,12 +100,12 @@ def test_what_was_stopped_for_ever_is_remembered_when_its_folder_is_gone(small: 
 def test_a_job_that_somebody_else_changes_is_left_alone(small: None, node: Node) -> None:
     run_to_its_end(node, "a", 1)
     run_to_its_end(node, "a", 2)
-    run_to_its_end(node, "b", 1, 5 * BLOCK)
+    run_to_its_end(node, "b", 1, LONG)
     lock = try_lock(JobState(node.state, "default", "a").path / "lock")
     assert lock is not None
     try:
         # What is next in age goes instead.
-        run_to_its_end(node, "b", 2, 5 * BLOCK, leaves={"a": [1, 2], "b": [2]})
+        run_to_its_end(node, "b", 2, LONG, leaves={"a": [1, 2], "b": [2]})
     finally:
         os.close(lock)
     run_to_its_end(node, "b", 3, leaves={"a": [2], "b": [3]})

@@ -86,14 +86,29 @@ class Job:
     client: Client
 
     async def state(self) -> JobState:
-        """Query the state. The server has lost one now and then: ask again, as people do."""
+        """Query the state, and again while the server or a busy worker loses the query.
+
+        Raises:
+            AssertionError: A workflow task failed, which is a bug of the workflow.
+        """
         for _ in range(5):
             try:
                 return await self.handle.query(TrainingJob.state, rpc_timeout=QUERY_TIMEOUT)
             except RPCError as error:
-                if error.status not in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED):
+                if error.status is RPCStatusCode.FAILED_PRECONDITION:
+                    # The last attempts at its workflow task failed or timed out.
+                    assert not (failures := await self.failed_tasks()), failures
+                    await asyncio.sleep(1)
+                elif error.status not in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED):
                     raise
         return await self.handle.query(TrainingJob.state)
+
+    async def failed_tasks(self) -> list[str]:
+        """Return why workflow tasks of this run failed; those that timed out did not."""
+        events = (await self.history()).events
+        kind = "workflow_task_failed_event_attributes"
+        failed = [event.workflow_task_failed_event_attributes for event in events if event.HasField(kind)]
+        return [f"{one.failure.message}\n{one.failure.stack_trace}" for one in failed]
 
     async def until(self, holds: Callable[[JobState], bool], what: str = "") -> JobState:
         """Wait until the state is as wanted, and return it."""

@@ -6,9 +6,8 @@ Each event gives one notice, delivered at least once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
@@ -53,12 +52,12 @@ class Notices:
         if (news := _news(job)) is None or news == self.told:
             return
         self.told = news
-        self.telling = asyncio.create_task(self._after(self.telling, tell(job.spec.fleet, _subject(job), _text(job))))
+        self.telling = asyncio.create_task(self._tell_after(self.telling, job))
 
-    async def _after(self, before: asyncio.Task[None] | None, telling: Coroutine[Any, Any, None]) -> None:
+    async def _tell_after(self, before: asyncio.Task[None] | None, job: JobState) -> None:
         if before is not None:
             await workflow.wait([before])
-        await telling
+        await tell(job.spec.fleet, _subject(job), _text(job))
 
 
 def _news(job: JobState) -> str | None:
